@@ -25,7 +25,7 @@ from terminal import UserError, main, say, table
 from labkit.cluster import kubernetes
 from labkit.run import framework_files, framework_lines, frameworks
 from labkit.run.experiment import Experiment
-from labkit.run.framework_values import Refused, reasons_of
+from labkit.run.framework_values import NO_RECOMPUTE, Refused, reasons_of
 from labkit.run.options import check_fields, fitting, natural
 from labkit.run.options import positive as whole
 
@@ -154,15 +154,12 @@ def write(file, target, given, every_row=False):
 
 
 def as_yaml(experiment):
-    """Return the fields of an experiment that differ from the defaults, which depend on the model.
-
-    If none does, its strategy.
-    """
+    """Return an experiment's strategy, and the fields that differ from the defaults, which depend on the model."""
     fields = experiment.to_dict()
     default = Experiment().to_dict()
-    changed = {name: value for name, value in fields.items() if value != default[name]}
+    changed = {name: value for name, value in fields.items() if value != default[name] or name == "strategy"}
     changed |= {name: fields[name] for name in fitting(changed)}
-    return yaml.safe_dump(changed or {"strategy": experiment.strategy}, sort_keys=False)
+    return yaml.safe_dump(changed, sort_keys=False)
 
 
 def as_script(experiment, given):
@@ -236,7 +233,7 @@ def explain(found, framework, title, every_row):
     if left_out:
         rest = "row changes" if left_out == 1 else "rows change"
         print(f"{left_out} more {rest} nothing here; --all prints them", file=sys.stderr)
-    replaced = sum(row[2] == framework_lines.REPLACED for row in rows)
+    replaced = sum(row[2] == framework_lines.REPLACED and row[3] != NO_RECOMPUTE for row in rows)
     if replaced:
         print(f"replaced: {replaced} of these; {OWN_MODEL}", file=sys.stderr)
     ours = sum(row[2].startswith(framework_lines.OURS) for row in rows)
@@ -310,7 +307,8 @@ def read(file):
 
 def text_of(file):
     try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        return text.removeprefix(framework_files.MARK)
     except UnicodeDecodeError:
         raise ValueError(f"{shown(file)} is not text: it must be YAML or JSON") from None
     except OSError as error:

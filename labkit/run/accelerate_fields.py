@@ -12,7 +12,16 @@ utils/launch.py and utils/dataclasses.py.
 import yaml
 
 from labkit.run.deepspeed_zero import nvme_path_of, zero_strategy
-from labkit.run.framework_values import Parts, Refused, chosen, data_ranks, number, refuse, whole
+from labkit.run.framework_values import (
+    NO_RECOMPUTE,
+    Parts,
+    Refused,
+    chosen,
+    data_ranks,
+    number,
+    refuse,
+    whole,
+)
 
 NAME = "Accelerate"
 FORM = "YAML"
@@ -26,6 +35,7 @@ KINDS = {"NO": "single", "MULTI_GPU": "ddp_bucketed", "MULTI_CPU": "ddp_bucketed
 KINDS |= {"FSDP": None, "DEEPSPEED": None}  # their sections say it
 AXES = {"tensor": "parallelism_config_tp_size", "context": "parallelism_config_cp_size"}
 FSDP = "fsdp_config.fsdp_"
+RECOMPUTE = f"{FSDP}activation_checkpointing"
 ZERO = "deepspeed_config."
 SIZES = "parallelism_config.parallelism_config_"
 # deepspeed_config_file has these instead
@@ -84,6 +94,11 @@ def to_experiment(values, written, ranks):
     return parts.result()
 
 
+def replaced(written, e):
+    """Return {field: what the lab has in place of its value}."""
+    return {RECOMPUTE: NO_RECOMPUTE} if e.axes and written.get(RECOMPUTE) else {}
+
+
 def check_machines(values, ranks):
     """Raise ValueError if processes or machines do not fit the run. Returns no field."""
     count = ranks_of(values)
@@ -130,8 +145,8 @@ def fsdp_of(values, ranks):
     """Return {field: value} of fsdp_config and parallelism_config."""
     parts = Parts()
     parts.add(offload_of, values)
-    parts.add(recompute_of, values)
     parts.add(axes_of, values, ranks)
+    parts.add(recompute_of, values, parts.fields)
     return parts.result()
 
 
@@ -148,8 +163,10 @@ def offload_of(values):
     return {"strategy": "fsdp_offload"}
 
 
-def recompute_of(values):
-    return {"recompute": "every" if values[f"{FSDP}activation_checkpointing"] else "none"}
+def recompute_of(values, found):
+    """Return {"recompute": value}; with other axes the lab runs nothing again."""
+    runs_again = values[RECOMPUTE] and not any(name in found for name in AXES)
+    return {"recompute": "every" if runs_again else "none"}
 
 
 def sharding_of(values):

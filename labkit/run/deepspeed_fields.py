@@ -25,6 +25,7 @@ NAME = "DeepSpeed"
 FORM = "JSON"
 AUTO = "Hugging Face's Trainer replaces it before DeepSpeed reads the file"
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
+WHY = {"curriculum": "as 0.19.8 has removed the section curriculum_learning"}
 SCHEDULES = {None: "constant", "WarmupLR": "constant", "WarmupCosineLR": "cosine"}
 HALVES = {"float16": "fp16", "bfloat16": "bf16"}
 MIB = 2**20 / 4  # elements of fp32 in a MiB
@@ -56,7 +57,7 @@ def to_experiment(values, written, ranks):
     parts.add(bucket_of, values)
     parts.add(clip_of, values)
     if "optimizer.type" in written:
-        parts.add(optimizer_of, values, written)
+        parts.add(optimizer_of, values)
     parts.add(schedule_of, values)
     parts.add(curriculum_of, values)
     return parts.result()
@@ -122,7 +123,7 @@ def precision_of(values):
     return {"precision": HALVES[dtype]}
 
 
-def optimizer_of(values, written):
+def optimizer_of(values):
     """Return {field: value} of the section `optimizer`."""
     kind = str(values["optimizer.type"]).lower()
     if kind not in OPTIMIZERS:
@@ -133,11 +134,7 @@ def optimizer_of(values, written):
             "optimizer.params.adam_w_mode=false: this lab has AdamW, not Adam with L2 decay"
         )
     found = {"optimizer": OPTIMIZERS[kind], "lr": float(values["optimizer.params.lr"])}
-    decay = values["optimizer.params.weight_decay"]
-    by_torch = values["optimizer.params.torch_adam"] and kind != "sgd"
-    if by_torch and "optimizer.params.weight_decay" not in written:
-        decay = 0.01  # torch.optim.AdamW's default
-    found["weight_decay"] = float(decay)
+    found["weight_decay"] = float(values["optimizer.params.weight_decay"])
     if kind == "sgd":
         found["momentum"] = float(values["optimizer.params.momentum"])
     return found
@@ -152,7 +149,11 @@ def unread(written):
 
 def defaults_of(written):
     """Return {field: default} of defaults that depend on other fields."""
-    return {"zero_optimization.overlap_comm": written.get("zero_optimization.stage") == 3}
+    found = {"zero_optimization.overlap_comm": written.get("zero_optimization.stage") == 3}
+    adam = OPTIMIZERS.get(str(written.get("optimizer.type")).lower()) == "adamw"
+    if adam and written.get("optimizer.params.torch_adam"):
+        found["optimizer.params.weight_decay"] = 0.01  # of torch.optim.AdamW
+    return found
 
 
 def schedule_of(values):

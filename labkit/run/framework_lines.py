@@ -22,6 +22,7 @@ IN_PROGRAM = "in the program"
 LOST = "not carried over"
 REPLACED = "replaced"
 OFF = (None, False, 0, "none", "no", "no_shard")
+OF_ONE = ("accumulation", "context", "tensor")  # fields of which 1 is off
 TRANSLATED = ("mapped", "near")
 
 
@@ -54,7 +55,7 @@ def lines(written, known, model, given=None, replaced=()):
 
     Written fields come first, then defaults that matter here. known: {name: Field}. model: of the
     Experiment. given: names of the Experiment's fields that a file has; other written fields are
-    marked as the lab's. replaced: {written field: what the Experiment has in place of its value}.
+    marked as the lab's. replaced: {field: what the lab has in place of its value}.
     """
     found = []
     for name, value in written.items():
@@ -69,6 +70,10 @@ def lines(written, known, model, given=None, replaced=()):
     for name, field in known.items():
         section = name.partition(".")[0]
         if name in written or field.kind not in TRANSLATED or field.default is None:
+            continue
+        if name in replaced:
+            value = json.dumps(field.default)
+            found.append((name, value, REPLACED, replaced[name], field.note))
             continue
         has_section = any(other.partition(".")[0] == section for other in written)
         if section == name or has_section:
@@ -92,7 +97,8 @@ def of_program(experiment, config, known, there, given=()):
     for field in dataclasses.fields(experiment):
         value = getattr(experiment, field.name)
         is_left = there.WRITES.get(field.name) is any and field.name not in held
-        is_on = field.name in given and value not in (*OFF, "")
+        is_off = value in (*OFF, "") or (field.name in OF_ONE and value == 1)
+        is_on = field.name in given and not is_off
         if is_left and (is_on or value != field.default):
             found.append((field.name, json.dumps(value), IN_PROGRAM, field.name, note))
     return found

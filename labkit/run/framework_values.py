@@ -3,6 +3,7 @@
 import json
 import re
 
+NO_RECOMPUTE = "none: the lab recomputes nothing with other axes"
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 
 
@@ -107,9 +108,10 @@ def is_off(name, written):
     return False
 
 
-def refuse(name, value, title, needed):
+def refuse(name, value, title, needed, why=""):
     """Raise ValueError: a framework cannot express a field of an Experiment."""
-    raise ValueError(f"Experiment({name}={value!r}): {title} cannot express it; it needs {needed}")
+    words = f"{title} cannot express it{why and f', {why}'}"
+    raise ValueError(f"Experiment({name}={value!r}): {words}; it needs {needed}")
 
 
 def whole(name, value, least=1):
@@ -133,7 +135,7 @@ def number(name, value):
 def chosen(name, value, choices):
     """Return choices[value]; raise ValueError, which names the keys, for another value."""
     if not isinstance(value, str | int) or value not in choices:
-        known = ", ".join(str(key) for key in choices)
+        known = ", ".join(repr(key) for key in choices)
         what = f"{name} must be there" if value is None else f"{name}={value!r}"
         raise ValueError(f"{what}: this lab has {known}")
     return choices[value]

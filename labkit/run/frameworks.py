@@ -173,7 +173,7 @@ def read(config, framework, ranks, base=None):
             f"experiment with strategy: {framework}"
         )
     check_count(ranks)
-    known = fields(framework)
+    known = fields_for(config, framework)
     written = flattened(config)
     wrong = wrong_fields(written, framework)
     values = {name: field.default for name, field in known.items()} | written
@@ -252,12 +252,13 @@ def check_expressible(experiment, field, there):
     if allowed is any or value in allowed:
         return
     needed = " or ".join(repr(one) for one in allowed if one != "")
-    refuse(field.name, value, there.NAME, needed or f"an experiment without {field.name}")
+    why = getattr(there, "WHY", {}).get(field.name, "")
+    refuse(field.name, value, there.NAME, needed or f"an experiment without {field.name}", why)
 
 
 def short(found, framework):
     """Return the lines of a Translation without fields that change nothing here."""
-    return framework_lines.short(found.lines, fields(framework), found.experiment)
+    return framework_lines.short(found.lines, fields_for(found.config, framework), found.experiment)
 
 
 def check_count(ranks):

@@ -15,6 +15,7 @@ initialize.py (seed), core/optimizer_param_scheduler.py (learning rate).
 """
 
 from labkit.run.framework_values import (
+    NO_RECOMPUTE,
     Parts,
     accumulation_of,
     chosen,
@@ -34,6 +35,8 @@ AXES = {
     "pipeline": "pipeline-model-parallel-size",
     "context": "context-parallel-size",
 }
+RECOMPUTE = ("recompute-granularity", "recompute-activations", "recompute-method")
+RECOMPUTE += ("recompute-num-layers",)
 OPTIMIZERS = {"adam": "adamw", "sgd": "sgd"}
 STYLES = {"constant": "constant", "cosine": "cosine"}
 SHARDED = {"no_shard": "ddp_bucketed", "optim": "zero1", "optim_grads": "zero2"}
@@ -114,13 +117,15 @@ def model_of(values):
 
 
 def replaced(values, e):
-    """Return {argument: what the lab's GPT has in place of its value}."""
+    """Return {argument: what the lab has in place of its value}."""
     shape = shape_arguments(e)
     width = shape["hidden-size"]
     ours = shape | LAYERS | {"kv-channels": width // shape["num-attention-heads"]}
     ours |= dict.fromkeys(("ffn-hidden-size", "moe-ffn-hidden-size"), 4 * width)
     differ = [name for name, value in ours.items() if values.get(name) not in (None, value)]
-    return {
+    runs_again = any(values.get(name) for name in RECOMPUTE[:2])
+    dropped = [name for name in RECOMPUTE if e.axes and runs_again and values.get(name)]
+    return dict.fromkeys(dropped, NO_RECOMPUTE) | {
         name: f"the lab's GPT has {ours[name]}" if ours[name] else "not in the lab's GPT"
         for name in differ
     }

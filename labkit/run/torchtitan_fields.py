@@ -9,6 +9,7 @@ torchtitan 0.3.0, config/configs.py, trainer.py and components/optimizer.
 """
 
 from labkit.run.framework_values import (
+    NO_RECOMPUTE,
     Parts,
     accumulation_of,
     chosen,
@@ -26,6 +27,7 @@ DEGREES |= {"pipeline": "parallelism.pipeline_parallel_degree"}
 DEGREES |= {"context": "parallelism.context_parallel_degree"}
 REPLICAS = "parallelism.data_parallel_replicate_degree"
 SHARDS = "parallelism.data_parallel_shard_degree"
+RECOMPUTE = "activation_checkpoint.mode"
 AFTER = "parallelism.fsdp_reshard_after_forward"
 MICRO = "parallelism.pipeline_parallel_microbatch_size"
 BATCH = ("training.global_batch_size", "training.local_batch_size")
@@ -63,13 +65,15 @@ def to_experiment(values, written, ranks):
 
 
 def replaced(written, e):
-    """Return {field: what the Experiment has in place of its value} of the model."""
+    """Return {field: what the lab has in place of its value}."""
     from labkit.run.experiment_mesh import gpt_sizes  # imports torch
 
     tokens = gpt_sizes(e)["context"]
     found = {"model_spec": "the lab's GPT"} if "model_spec" in written else {}
     if written.get("training.seq_len", tokens) != tokens:
         found["training.seq_len"] = f"the lab's GPT has {tokens}"
+    if e.axes and written.get(RECOMPUTE, "selective") != "none":
+        found[RECOMPUTE] = NO_RECOMPUTE
     return found
 
 
@@ -91,8 +95,7 @@ def layout_of(values, found, ranks):
 
 def recompute_of(values, found):
     """Return {"recompute": value}; with other axes the lab runs nothing again."""
-    name = "activation_checkpoint.mode"
-    units = chosen(name, values[name], UNITS)
+    units = chosen(RECOMPUTE, values[RECOMPUTE], UNITS)
     return {"recompute": "none" if any(found[axis] > 1 for axis in DEGREES) else units}
 
 
@@ -169,8 +172,7 @@ def optimizer_of(values, written):
     if list(values["optimizer.betas"]) != [0.9, 0.999]:
         raise ValueError(
             f"optimizer.betas is {values['optimizer.betas']}"
-            f"{not_written('optimizer.betas', written)}: write betas=(0.9, 0.999), "
-            "in TOML beta2 = 0.999"
+            f"{not_written('optimizer.betas', written)}: write betas=(0.9, 0.999)"
         )
     found = {"optimizer": chosen("optimizer.name", values["optimizer.name"], {"AdamW": "adamw"})}
     found["lr"] = number("optimizer.lr", values["optimizer.lr"])
@@ -190,7 +192,7 @@ def schedule_of(values, written):
         return found | {"schedule": "constant"}
     if ratio is not None:
         raise ValueError(
-            f"lr_scheduler.decay_ratio={ratio!r}: this lab has 0, and None with cosine"
+            f"lr_scheduler.decay_ratio={ratio!r}: this lab has 0, and with cosine none"
         )
     if kind != "cosine":
         raise ValueError(

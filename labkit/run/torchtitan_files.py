@@ -31,6 +31,16 @@ MOVED = {
     ("lr_scheduler", "lr_min"): ("lr_scheduler", "min_lr_factor"),
     ("optimizer", "implementation"): ("optimizer", "fused"),
 }
+# Names of 0.3 that 0.2 does not have, and advice for Python: in refusals of TOML.
+OLD_NAMES = {new: old for old, new in RENAMED.items()}
+OLD_NAMES |= {
+    "dataloader.dataset": "training.dataset",
+    "dataloader.dataset_path": "training.dataset_path",
+    "compile.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
+    "optimizer.fused": "optimizer.implementation",
+    "optimizer.betas": "optimizer.[beta1, beta2]",
+    "betas=(0.9, 0.999)": "beta2 = 0.999",
+}
 
 
 def from_toml(text):
@@ -52,7 +62,7 @@ def from_toml(text):
         raise ValueError("has model.converters: this lab has no float8 and no other converter")
     found = {"optimizer": {"name": "AdamW"}}
     found["activation_checkpoint"] = policy_of(sections.pop("activation_checkpoint", {}))
-    names = {"optimizer.betas": "optimizer.[beta1, beta2]"}
+    names = dict(OLD_NAMES)
     for section, values in sections.items():
         if section not in UNUSED:
             for name, value in values.items():

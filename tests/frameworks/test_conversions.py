@@ -89,6 +89,17 @@ def test_a_written_value_that_is_a_default_of_the_lab_is_in_it_too():
     assert "weight_decay" not in named  # off
 
 
+def test_an_axis_of_one_rank_needs_no_field():
+    ones = {"tensor-model-parallel-size": 1, "context-parallel-size": 1, "pipeline-model-parallel-size": 1}
+    ones |= {"micro-batch-size": 16, "lr-decay-style": "constant"}
+    for rank in (ones, ones | {"expert-model-parallel-size": 1}):
+        found = frameworks.read(rank, "megatron", 4)
+        for target in ("accelerate", "deepspeed"):
+            lines = frameworks.write(found.experiment, target, 4, given=found.given).lines
+            named = {line[0] for line in lines if line[2] == IN_PROGRAM}
+            assert not named & {"tensor", "context", "pipeline", "expert", "accumulation"}
+
+
 def test_sizes_that_an_experiment_has_are_carried_over_and_another_dropout_is_not():
     small = {"num-layers": 4, "hidden-size": 128, "num-attention-heads": 4, "micro-batch-size": 2}
     small |= {"global-batch-size": 16, "train-iters": 9, "lr": 0.001, "lr-decay-style": "constant"}
@@ -229,8 +240,12 @@ def test_numbers_that_yaml_reads_as_text_are_one_line_in_training_too(tmp_path):
     [
         ("distributed_type: MULTI_GPU\nnum_processes: 2\n", "strategy: ddp_bucketed\n"),
         (
+            "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\n",
+            "strategy: ddp_bucketed\nprecision: bf16\n",
+        ),
+        (
             "model: gpt\noptimizer: adamw\n",
-            "model: gpt\noptimizer: adamw\nlr: 0.003\nweight_decay: 0.1\nwarmup_steps: 10\n",
+            "model: gpt\nstrategy: ddp_bucketed\noptimizer: adamw\nlr: 0.003\nweight_decay: 0.1\nwarmup_steps: 10\n",
         ),
     ],
 )

@@ -73,7 +73,7 @@ def test_the_way_out_is_read():
             "root_degree=3: here it is 2, as the lab's root is the square root; "
             'for degree 1, schedule_type "fixed_linear"; write 2',
         ),
-        (grown(schedule_type=None), "schedule_type must be there: this lab has fixed_linear, fixed_root"),
+        (grown(schedule_type=None), "schedule_type must be there: this lab has 'fixed_linear', 'fixed_root'"),
         (grown({"total_curriculum_step": None}), "total_curriculum_step must be there: a whole number of at least 1"),
     ],
     ids=str,
@@ -101,6 +101,15 @@ def test_the_curriculum_of_todays_deepspeed_is_named_with_the_one_that_is_read()
         assert word in pointer
     config["data_efficiency"]["enabled"] = False
     assert frameworks.read({"train_batch_size": 64} | config, "deepspeed", 4).experiment.curriculum == "none"
+
+
+def test_a_curriculum_that_deepspeed_no_longer_has_is_refused_by_its_section():
+    found = frameworks.read({"train_batch_size": 64} | grown(), "deepspeed", 4)
+    (line,) = written(found.experiment, "deepspeed")
+    assert line == (
+        "Experiment(curriculum='fixed_root'): DeepSpeed cannot express it, as 0.19.8 has removed the section "
+        "curriculum_learning; it needs 'none'"
+    )
 
 
 def test_betas_have_a_way_out():
@@ -188,6 +197,13 @@ decay_ratio = 0.0
         ("[training]\nseed = -1", "training.seed=-1: must be a whole number of at least 0"),
         ("[training]\ncompile = 3", "training.compile=3: must be true or false"),
         ("[compile]\nenabled = true", "torchtitan has no field compile.enabled; did you mean compile.enable?"),
+        (
+            "[parallelism]\nenable_async_tensor_paralel = true",
+            "torchtitan has no field parallelism.enable_async_tensor_paralel; "
+            "did you mean parallelism.enable_async_tensor_parallel?",
+        ),
+        ("[validators]\nx = 3", "torchtitan has no field validators.x; did you mean validation?"),
+        ("[profile]\nx = 3", "torchtitan has no field profile.x; did you mean profiling?"),
     ],
     ids=str,
 )
@@ -201,6 +217,16 @@ def test_a_toml_file_of_torchtitan_is_refused_in_its_own_names(section, line):
     [
         ("beta2 = 0.999", "beta1 = 0.9", "optimizer.[beta1, beta2]=[0.9, 0.95]: here it is [0.9, 0.999] "),
         ("decay_ratio = 0.0", "decay_ratio = 0.0\nlr_min = 0.1", "lr_scheduler.lr_min=0.1: here it is 0 "),
+        (
+            "decay_ratio = 0.0",
+            "decay_ratio = 0.5",
+            "lr_scheduler.decay_ratio=0.5: this lab has 0, and with cosine none",
+        ),
+        (
+            "beta2 = 0.999",
+            "",
+            "optimizer.[beta1, beta2] is [0.9, 0.95], also where it is not written: write beta2 = 0.999",
+        ),
     ],
     ids=str,
 )

@@ -118,8 +118,8 @@ def test_variables_have_the_values_that_bash_gives_them(lines):
     start = START.replace("$OPTS", '"${OPTS[@]}"') if "OPTS=(" in lines[0] else START
     ours = megatron_shell.words_of("\n".join([*lines, start, "LR=9"]))
     script = "\n".join(["torchrun() { printf '%s\\n' \"$@\"; }", *lines, start])
-    printed = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=60).stdout
-    assert ours == printed.split()[1:]
+    given = {"env": {}, "capture_output": True, "text": True, "check": True, "timeout": 60}
+    assert ours == subprocess.run(["bash", "-c", script], **given).stdout.split()[1:]
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,15 @@ def test_a_default_that_is_not_written_stands_in_the_table():
     ]
 
 
+def test_the_decay_of_torchs_adamw_is_its_default_in_the_table_too():
+    """DeepSpeed's own Adam has none."""
+    for params, row in (({"torch_adam": True}, ("0.01", "default")), ({}, ("0.0", "default"))):
+        found = frameworks.read(USUAL | {"optimizer": {"type": "AdamW", "params": params}}, "deepspeed", 2)
+        (line,) = (line for line in found.lines if line[0] == "optimizer.params.weight_decay")
+        assert line[1:3] == row and found.experiment.weight_decay == float(row[0])
+        assert (line in frameworks.short(found, "deepspeed")) == bool(params)
+
+
 def test_without_a_rate_of_its_own_the_warm_up_ends_at_the_optimizers():
     optimizer = {"type": "AdamW", "params": {"lr": 2e-5}}
     assert read(USUAL | {"optimizer": optimizer} | warm_up()).lr == 2e-5

@@ -5,6 +5,7 @@ import pytest
 from labkit.run import framework_files, frameworks, megatron_fields
 from labkit.run.experiment import Experiment
 from labkit.run.framework_lines import REPLACED
+from labkit.run.framework_values import NO_RECOMPUTE
 
 PLAIN = "--micro-batch-size 4 --lr-decay-style constant "
 SIZES = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 64 --max-position-embeddings 64 "
@@ -102,6 +103,42 @@ def test_a_model_of_torchtitan_is_replaced():
         "training.seq_len": ("2048", "the lab's GPT has 64"),
     }
     assert "training.seq_len" not in replaced(read(text % 64))
+
+
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+TENSOR = "--tensor-model-parallel-size 2 "
+SHARDED = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: %s}\n"
+MESH = "parallelism_config: {parallelism_config_tp_size: 2, parallelism_config_dp_shard_size: 2}\n"
+TITAN = "Trainer.Config(%s parallelism=ParallelismConfig(tensor_parallel_degree=%d), lr_scheduler="
+TITAN += "LRSchedulersContainer.Config(decay_ratio=0.0))"
+POLICY = "activation_checkpoint=%s,"
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        (PLAIN + TENSOR + FULL, ["recompute-granularity", "recompute-method", "recompute-num-layers"]),
+        (PLAIN + TENSOR + "--recompute-activations", ["recompute-activations"]),
+        (PLAIN + "--num-experts 4 --moe-aux-loss-coeff 0.01 --recompute-granularity full", ["recompute-granularity"]),
+        (PLAIN + TENSOR + "--recompute-method uniform", []),
+        (PLAIN + FULL, []),
+        (TITAN % (POLICY % "FullAC.Config()", 2), ["activation_checkpoint.mode"]),
+        (TITAN % ("", 2), ["activation_checkpoint.mode"]),  # selective
+        (TITAN % (POLICY % "None", 2), []),
+        (TITAN % ("", 1), []),
+        (SHARDED % "true" + MESH, ["fsdp_config.fsdp_activation_checkpointing"]),
+        (SHARDED % "false" + MESH, []),
+        (SHARDED % "true", []),
+    ],
+    ids=str,
+)
+def test_recomputation_that_the_lab_drops_has_its_row(text, rows):
+    """A mesh of the lab recomputes nothing: also in the short table, and where it is a default."""
+    found = read(text)
+    framework, _ = framework_files.parse(text)
+    assert {name: here for name, (_, here) in replaced(found).items()} == dict.fromkeys(rows, NO_RECOMPUTE)
+    assert {line[0] for line in frameworks.short(found, framework)} >= set(rows)
+    assert not rows or found.experiment.recompute == "none"
 
 
 def test_megatron_needs_a_seed_of_at_least_1():

@@ -172,7 +172,8 @@ def test_deepspeeds_json_and_an_experiment_are_each_others_file():
         in short.stderr
     )
     fields = yaml.safe_load(said.stdout)
-    assert fields == {"optimizer": "adamw", "lr": 0.001, "bucket_cap_mb": 500_000_000 * 4 / 2**20}
+    strategy = {"strategy": "ddp_bucketed"}
+    assert fields == strategy | {"optimizer": "adamw", "lr": 0.001, "bucket_cap_mb": 500_000_000 * 4 / 2**20}
     back = json.loads(config("-", "--to", "deepspeed", "--gpus", "2", stdin=said.stdout).stdout)
     assert (back["train_batch_size"], back["gradient_clipping"]) == (64, 0.0)
     script = config("-", "--to", "slurm", "--gpus", "2", stdin=theirs)
@@ -180,6 +181,18 @@ def test_deepspeeds_json_and_an_experiment_are_each_others_file():
     for wrong, words in NOT_JSON.items():
         refused = config("-", "--to", "experiment", stdin=wrong)
         assert refused.returncode == 2 and words in refused.stderr and refused.stderr.count("\n") == 1
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
+    """As some editors write it: DeepSpeed's own, and the one that Accelerate names."""
+    (tmp_path / "zero.json").write_text('\ufeff{"train_batch_size": 64, "gradient_clipping": 5e-1}', encoding="utf-8")
+    behind = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "zero.json"}}
+    (tmp_path / "outer.yaml").write_text(f"\ufeff{yaml.safe_dump(behind)}", encoding="utf-8")
+    for name in ("zero.json", "outer.yaml"):
+        said = config(str(tmp_path / name), "--to", "experiment")
+        assert said.returncode == 0, said.stderr
+        assert yaml.safe_load(said.stdout)["clip"] == 0.5
+    assert config("-", "--to", "experiment", stdin=(tmp_path / "zero.json").read_text()).stdout == said.stdout
 
 
 NOT_JSON = {

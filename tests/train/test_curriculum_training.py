@@ -244,7 +244,7 @@ def test_a_section_that_is_off_changes_nothing():
     [
         ({"max_difficulty": 1024}, "curriculum_learning.max_difficulty=1024: here it is 64"),
         ({"curriculum_type": "vocab"}, 'curriculum_learning.curriculum_type="vocab": here it is "seqlen"'),
-        ({"schedule_type": "custom"}, "schedule_type='custom': this lab has fixed_linear, fixed_root"),
+        ({"schedule_type": "custom"}, "schedule_type='custom': this lab has 'fixed_linear', 'fixed_root'"),
         ({"min_difficulty": None}, "curriculum_learning.min_difficulty must be there: a whole number"),
         ({"schedule_config": {"difficulty_step": 8}}, "schedule_config.total_curriculum_step must be there: a whole"),
         (
