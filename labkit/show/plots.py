@@ -30,6 +30,7 @@ side_by_side
 load_map                    experts over steps, coloured by their load   expert_load.py
 parallelism_map             how each axis divides the batch and model    parallelism_map.py
 ring_load                   work of each rank in each round of a ring    ring_load.py
+roofline                    FLOP/s over FLOPs per byte, two ceilings     roofline.py
 present, save               into the notebook, into figures/             publish.py
 """
 
@@ -51,6 +52,7 @@ from labkit.show.predictions import against_published, time_and_money
 from labkit.show.publish import present, save
 from labkit.show.resumed_runs import broken
 from labkit.show.ring_load import ring_load
+from labkit.show.roofline import roofline
 from labkit.show.schedules import schedules
 from labkit.show.sequence_length_explorer import memory_by_length
 from labkit.show.simulated_vs_measured import simulated_vs_measured
@@ -85,6 +87,7 @@ __all__ = [
     "reach",
     "residency",
     "ring_load",
+    "roofline",
     "save",
     "schedules",
     "side_by_side",

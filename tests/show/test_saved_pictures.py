@@ -15,6 +15,7 @@ import test_memory_and_traffic
 import test_memory_explorer as budgets
 import test_parallelism_map
 import test_pareto
+import test_roofline
 import test_scaling
 import test_show
 import test_time_to_loss_curves
@@ -88,6 +89,7 @@ def pictures():
         "residency": lambda: residency(bands, "A title"),
         "choices": lambda: fsdp_explorer.draw(test_unit_residency.sweep(), test_unit_residency.FIRST),
         "pareto": lambda: plots.pareto(test_pareto.measured(), "step_ms", "peak_bytes", title="A title"),
+        "roofline": lambda: plots.roofline(test_roofline.CEILINGS, test_roofline.POINTS, "A title"),
         "links": lambda: plots.step_over_link(links_of(), "none", title="A title", at=200),
         "bars of a link": lambda: bandwidth_explorer.bars(links_of(), every),
         "race": lambda: plots.race(race, test_time_to_loss_curves.TARGET, "A title", ["H = 4", "H = 16"]),
