@@ -14,6 +14,8 @@ import batch
 import yaml
 from terminal import UserError
 
+from labkit.once_only import OnceOnly
+
 FORM = "it maps parameters to lists, such as  world_size: [2, 4]"
 LONGEST = 100  # characters of a folder's name
 
@@ -29,13 +31,15 @@ class Job:
 def read(file):
     """Return {parameter: values} of a YAML file."""
     try:
-        grid = yaml.safe_load(Path(file).read_text())
+        grid = yaml.load(Path(file).read_text(), OnceOnly)
     except OSError as error:
         raise UserError(f"--grid {file}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark else ""
         raise UserError(f"--grid {file} is not YAML{where}; {FORM}") from None
+    except ValueError as error:
+        raise UserError(f"--grid {file}: {error}") from None
     if grid is None or grid == {}:
         raise UserError(f"--grid {file} is empty; {FORM}")
     if not isinstance(grid, dict):

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import yaml
 
+from labkit.once_only import OnceOnly, without_doubles
 from labkit.run.choices import CHOICES, FITTING, HOOKED, HOROVOD
-from labkit.run.once_only import OnceOnly, without_doubles
 
 # Defaults of a GPT, which labkit.run.options sets; they hold with AdamW only.
 GPT = {"optimizer": "adamw", "lr": 3e-3, "weight_decay": 0.1, "warmup_steps": 10}

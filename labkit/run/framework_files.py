@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from labkit.once_only import OnceOnly, without_doubles
 from labkit.run import accelerate_fields, megatron_shell, torchtitan_files
 from labkit.run.framework_lines import NAMES
 from labkit.run.framework_values import Refused
@@ -24,7 +25,6 @@ from labkit.run.frameworks import (
     sections,
     wrong_fields,
 )
-from labkit.run.once_only import OnceOnly, without_doubles
 
 MARK = "\ufeff"  # a byte-order mark, which some editors write before the text
 OPTION = re.compile(r"(^|\s)--[a-z][a-z0-9-]+", re.MULTILINE)

@@ -12,10 +12,10 @@ from pathlib import Path
 import yaml
 
 from labkit.measure.sinks import KNOWN
+from labkit.once_only import OnceOnly
 from labkit.run.choices import CHOICES, TORCH
 from labkit.run.experiment import GPT, Experiment
 from labkit.run.framework_values import as_number
-from labkit.run.once_only import OnceOnly
 
 STOPPED, WRONG, FAILED = 85, 2, 1  # exit codes
 HELP = {

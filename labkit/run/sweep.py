@@ -30,6 +30,7 @@ import pandas as pd
 import yaml
 
 from labkit.measure import fingerprint, machine
+from labkit.once_only import OnceOnly
 from labkit.open_without_links import lock_file, new_file
 from labkit.run.compare import check_constant, compare
 from labkit.run.console import Bar
@@ -80,9 +81,11 @@ class Cell:
 def read_grid(path):
     """Read a grid from a YAML file: a mapping of names to lists, or a list of such mappings."""
     try:
-        grid = yaml.safe_load(Path(path).read_text())
+        grid = yaml.load(Path(path).read_text(), OnceOnly)
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not YAML: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     if not all(isinstance(mapping, dict) for mapping in as_list(grid)):
         raise ValueError(f"{path}: a grid must be a mapping of names to lists, or a list of them")
     return grid

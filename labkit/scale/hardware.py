@@ -26,6 +26,8 @@ from pathlib import Path
 
 import yaml
 
+from labkit.once_only import OnceOnly
+
 TABLE = Path(__file__).with_name("gpus.csv")
 DATASHEET = "NVIDIA datasheet"
 DTYPES = {"16bit": "bf16", "fp8": "fp8", "fp32": "fp32"}  # column of the table, key of GPU.tflops
@@ -226,11 +228,13 @@ def mapping_of_file(path, what):
     what: what it must be, such as "a GPU is a mapping of columns to figures".
     """
     try:
-        told = yaml.safe_load(Path(path).read_bytes())
+        told = yaml.load(Path(path).read_bytes(), OnceOnly)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     if not isinstance(told, dict):
         raise ValueError(f"{path}: {what}")
     return told

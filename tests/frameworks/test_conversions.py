@@ -228,7 +228,7 @@ def test_numbers_that_yaml_reads_as_text_are_one_line_in_training_too(tmp_path):
             f"{file}: lr: 3e-4 is text in YAML: write 3.0e-4; steps: 1e2 is text in YAML: write 100",
         ),
         ("pipeline: 2e0\n", f"{file}: pipeline: 2e0 is text in YAML: write 2"),
-        ("lr: 0.1\nlr: 0.2\n", f"{file}: the key lr is there twice"),
+        ("lr: 0.1\nlr: 0.2\n", f"{file}: has the key lr twice"),
         ("- 1\n", f"{file}: must have fields of an experiment, such as model: gpt"),
     ):
         file.write_text(text)

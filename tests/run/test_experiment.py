@@ -93,7 +93,7 @@ def test_broken_files_are_one_clear_error(tmp_path):
     (tmp_path / "twice.yaml").write_text("lr: 0.1\nsteps: 3\nlr: 0.2\n")
     (tmp_path / "twice.json").write_text('{"lr": 0.1, "lr": 0.2}')
     for name, load in (("twice.yaml", Experiment.from_yaml), ("twice.json", Experiment.from_json)):
-        with pytest.raises(ValueError, match=f"{name}: the key lr is there twice"):
+        with pytest.raises(ValueError, match=f"{name}: has the key lr twice"):
             load(tmp_path / name)
     (tmp_path / "list.yaml").write_text("- mlp")
     for name, load in (("e.yaml", Experiment.from_yaml), ("e.json", Experiment.from_json)):

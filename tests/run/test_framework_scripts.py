@@ -161,7 +161,7 @@ def test_the_ranks_of_torchruns_options_are_the_files(options, ranks, nodes):
 
 
 def test_a_key_that_is_there_twice_is_refused_in_yaml_too():
-    with pytest.raises(ValueError, match="the key strategy is there twice"):
+    with pytest.raises(ValueError, match="has the key strategy twice"):
         framework_files.parse("model: gpt\nstrategy: fsdp\nstrategy: zero1\n")
 
 

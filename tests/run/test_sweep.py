@@ -110,7 +110,11 @@ def test_a_grid_of_yaml(tmp_path):
     assert sweep.read_grid(file) == {"strategy": ["zero1", "zero2"], "nproc": 2}
     file.write_text("- &base {size: [tiny]}\n- {<<: *base, nproc: [1, 2]}\n")
     assert sweep.read_grid(file) == [{"size": ["tiny"]}, {"size": ["tiny"], "nproc": [1, 2]}]
-    for text, words in (("[1, 2]", "a mapping of names to lists"), ("a: [1", "not YAML")):
+    for text, words in (
+        ("[1, 2]", "a mapping of names to lists"),
+        ("a: [1", "not YAML"),
+        ("a: 1\na: 2", "has the key a twice"),
+    ):
         file.write_text(text)
         with pytest.raises(ValueError, match=words):
             sweep.read_grid(file)

@@ -77,6 +77,7 @@ def test_what_is_told_beside_a_file_replaces_its_figures_but_not_its_gpu(tmp_pat
         ("gpu: [", "not YAML: while parsing a flow node"),
         (b"gpu: \xff\xfe\x00", "not YAML"),
         ("gpu: !!python/object/apply:os.getcwd []", "not YAML: could not determine a constructor"),
+        ("gpu: A100\ngpu: H100", "has the key gpu twice"),
         ("- gpu: A100", "a cluster is a mapping of fields to figures, as gpus: 64"),
         ("", "a cluster is a mapping"),
     ],

@@ -132,6 +132,7 @@ TO = ("-", "--to", "statefulset")
         ((*TO, "--memory", "64 GB"), "model: gpt", "resources.limits.memory: must be a quantity such as 64Gi"),
         ((*TO, "--shm", "65Gi"), "model: gpt", "/dev/shm is larger than the memory limit"),
         (("-", "--check"), "", "standard input: has no Kubernetes objects"),
+        (TO, "lr: 0.1\nlr: 0.2", "standard input has the key lr twice"),
         (("-", "--check"), "a: [", "standard input is not YAML: "),
         (("-", "--check"), "!!python/object/apply:os.system [ls]", "standard input is not YAML: could not determine"),
         (("-", "--check"), "model: gpt", "standard input: object 1 is not a Kubernetes object: it has no kind"),

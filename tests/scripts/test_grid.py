@@ -68,6 +68,7 @@ def test_folders_have_names_of_their_own_whatever_the_values_are(tmp_path):
         ("", "is empty; it maps parameters to lists"),
         ("{}", "is empty"),
         ("n: [2", "is not YAML (line 1)"),
+        ("n: [2]\nn: [4]", "has the key n twice"),
         ("- n", "is a list; it maps parameters to lists"),
         ("n: 2", "'n' is 2 but must be a list of at least one value"),
         ("n: []", "'n' is [] but must be a list of at least one value"),

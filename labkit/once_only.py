@@ -12,7 +12,7 @@ def without_doubles(pairs):
     names = [name for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"the key {name} is there twice")
+            raise ValueError(f"has the key {name} twice")
     return dict(pairs)
 
 
