@@ -1,11 +1,16 @@
-"""python -m labkit.train, under a real torchrun and on warm ranks, and its log."""
+"""python -m labkit.train, as a process, under a real torchrun and on warm ranks, and its log."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
+from pool import PRELOAD
+
+from labkit import train
 from labkit.run import LaunchError, launch
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file"]
@@ -43,7 +48,51 @@ def steady(path):
     return [{name: value for name, value in line.items() if not name.endswith("_s")} for line in lines(path)]
 
 
-def command(*words, **options):
-    """python -m labkit.train with these words, to its end; options: of subprocess.run."""
+class Forked:
+    """python -m labkit.train, forked from a process that has loaded torch, which takes seconds; as a Popen."""
+
+    def __init__(self, *words, cwd="."):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self.folder = tempfile.TemporaryDirectory()
+        self.files = [Path(self.folder.name, name) for name in ("out", "error")]
+        arguments = [*map(str, words)], os.path.abspath(cwd), dict(os.environ), self.files
+        self.process = context.Process(target=main, args=arguments)
+        self.process.start()
+        self.pid, self.kill = self.process.pid, self.process.kill
+
+    def poll(self):
+        return self.process.exitcode
+
+    def communicate(self, timeout=150):
+        self.process.join(timeout)
+        if self.poll() is None:
+            self.kill()
+            self.process.join()
+        self.returncode = self.poll()
+        return tuple(file.read_text() for file in self.files)
+
+
+def main(words, cwd, environment, files):
+    """What the forked process runs, in the folder cwd; its temporary files are beside its output."""
+    tempfile.tempdir = str(files[0].parent)
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.path.insert(0, cwd)
+    sys.exit(train.main(words))
+
+
+def command(*words, cwd="."):
+    """labkit.train with these words, forked, to its end."""
+    process = Forked(*words, cwd=cwd)
+    out, error = process.communicate()
+    return subprocess.CompletedProcess(words, process.returncode, out, error)
+
+
+def cold(*words):
+    """python -m labkit.train with these words, to its end."""
     line = [sys.executable, "-m", "labkit.train", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=150, **options)
+    return subprocess.run(line, capture_output=True, text=True, timeout=150)

@@ -8,13 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from train_command import EMULATED, FIELDS, STEPS, command, lines, run, start, steady
+from train_command import EMULATED, FIELDS, STEPS, Forked, cold, command, lines, run, start, steady
 
 from labkit import models
 from labkit.amp import GradScaler, MasterWeights
@@ -37,6 +36,7 @@ from labkit.run.options import HELP, STOPPED, WRONG, parser, read
 from labkit.sampler import Batches
 from labkit.trainer import RECOMPUTE, STRATEGIES, Trainer, make_optimizer, mixed_precision, parallelize
 
+MICRO_BATCHES = ("--accumulation", "2", *EMULATED)
 PATIENCE = 15  # seconds to wait for a rank: also on a busy machine those that torchrun starts come within them
 
 
@@ -61,16 +61,21 @@ def children(process):
     return [int(pid) for pid in found.stdout.split()]
 
 
+def own_ranks(nproc, *options):
+    """labkit.train that starts its ranks itself."""
+    return Forked("--nproc", nproc, *FIELDS, *options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fields",
+    ("begin", "leaves_with", "fields"),
     [
-        ("--strategy", "fsdp", "--precision", "bf16", *EMULATED),
-        ("--strategy", "ddp_naive", "--pipeline", "2", "--model", "gpt", "--accumulation", "2", *EMULATED),
+        (start, 0, ("--strategy", "fsdp", "--precision", "bf16", *EMULATED)),
+        (own_ranks, STOPPED, ("--strategy", "ddp_naive", "--pipeline", "2", "--model", "gpt", *MICRO_BATCHES)),
     ],
-    ids=lambda fields: fields[1],
+    ids=["fsdp under torchrun", "ddp_naive on a pipeline"],
 )
-def test_stopped_and_killed_it_ends_where_the_unbroken_run_ends(tmp_path, fields):
+def test_stopped_and_killed_it_ends_where_the_unbroken_run_ends(tmp_path, begin, leaves_with, fields):
     whole = tmp_path / "whole.jsonl"
     code, out, error = run(2, *fields, "--block-ms", "1", "--log", whole)
     assert code == 0, error
@@ -80,17 +85,17 @@ def test_stopped_and_killed_it_ends_where_the_unbroken_run_ends(tmp_path, fields
     broken, places = tmp_path / "broken.jsonl", tmp_path / "checkpoints"
     slow = ("--block-ms", "150")  # so slow that whoever looks late still finds it at work
     options = (*fields, *slow, "--log", broken, "--checkpoint-dir", places, "--checkpoint-every", "2")
-    # Asked to stop: one rank gets the signal, both exit after the same step, with 0.
-    process = start(2, *options)
+    # Asked to stop: one rank gets the signal, both exit after the same step.
+    process = begin(2, *options)
     wait_for(broken, 3, process)
     os.kill(children(process)[1], signal.SIGTERM)
     out, error = process.communicate(timeout=120)
-    assert process.returncode == 0, error
+    assert process.returncode == leaves_with, error
     stopped = lines(broken)
     assert f"stopped after step {stopped[-1]['step']} (" in out and "run the same command to resume" in out
     assert len(stopped) < STEPS and "weights_sha256" not in stopped[-1]
-    # Killed: nobody can say anything, and the ranks go with torchrun.
-    process = start(2, *options)
+    # Killed: nobody can say anything, and the ranks go with the process that started them.
+    process = begin(2, *options)
     wait_for(broken, len(stopped) + 3, process)
     ranks = children(process)
     process.kill()
@@ -240,7 +245,7 @@ def test_options_come_before_the_file(tmp_path):
 )
 def test_what_cannot_be_is_one_line_and_starts_nothing(words, told):
     begin = time.monotonic()
-    done = command(*words)
+    done = cold(*words)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (WRONG, "", 1)
     assert told in done.stderr and time.monotonic() - begin < 60
 
@@ -420,20 +425,23 @@ def test_stopped_it_leaves_with_85_and_the_same_line_goes_on(tmp_path):
     assert first.startswith("mlp tiny: 85,002 parameters; ddp_bucketed, dp 2, gloo; batch 12 = 2 x 6; 12 steps; from")
     line = [sys.executable, "-m", "labkit.train", *map(str, options), "--block-ms", "150", "--log-file", str(broken)]
     line += ["--checkpoint-dir", str(tmp_path / "b")]
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(line, **pipes, env=os.environ | {"TMPDIR": str(tmp_path)}, start_new_session=True)
     wait_for(broken, 3, process)
     ranks = children(process)
     process.send_signal(signal.SIGTERM)
     out, error = process.communicate(timeout=120)
     assert process.returncode == STOPPED and "run the same command to resume" in out, (out, error)
     gone(ranks)
-    done = command(*line[3:])
-    assert done.returncode == 0 and "resumes after step" in done.stdout, done.stderr
+    assert not [*tmp_path.glob("labkit-train-*")]
+    process = Forked(*line[3:])
+    out, error = process.communicate()
+    assert process.returncode == 0 and "resumes after step" in out, error
+    assert sorted(os.listdir(process.folder.name)) == ["error", "out"]
     assert steady(broken) == steady(whole)
     assert steady(whole)[0].keys() == {"step", "loss", "gradient_norm"}
     timed = lines(whole)[5]
     assert timed["samples_per_s"] > 0 and timed["eta_s"] > 0
-    assert not [path for path in os.listdir(tempfile.gettempdir()) if path.startswith("labkit-train-")]
 
 
 @pytest.mark.slow
@@ -455,8 +463,7 @@ def test_the_largest_batch_that_fits_is_kept_where_the_run_goes_on_with_more_mem
 def test_a_killed_rank_is_started_again_and_what_cannot_be_is_not(tmp_path):
     log, places = tmp_path / "log.jsonl", tmp_path / "places"
     saved = ("--nproc", 2, *FIELDS, *EMULATED, "--block-ms", 100, "--checkpoint-dir", places, "--checkpoint-every", 1)
-    line = [sys.executable, "-m", "labkit.train", *map(str, saved), "--log-file", str(log), "--max-restarts", "3"]
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = Forked(*saved, "--log-file", log, "--max-restarts", 3)
     wait_for(log, 3, process)
     os.kill(children(process)[-1], signal.SIGKILL)
     out, error = process.communicate(timeout=120)
