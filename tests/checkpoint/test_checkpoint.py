@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -18,6 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from pool import forked
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -667,34 +669,31 @@ def test_a_disk_that_is_really_full(tmp_path):
         subprocess.run(["umount", tmp_path], check=True)
 
 
-SAVER = """
-import sys, torch
-from labkit.checkpoint import Checkpoints
-tensor = torch.nn.Linear(2000, 500)
-checkpoints = Checkpoints(sys.argv[1], keep=2)
-first = step = checkpoints.load({"model": tensor}) or 0
-while True:
-    step += 1
-    with torch.no_grad():
-        tensor.weight.fill_(step)
-    checkpoints.save(step, {"model": tensor})
-    if step == first + 1:
-        checkpoints.wait()
-        print("saved", flush=True)
-"""
+def saves_until_killed(folder, connection):
+    model = nn.Linear(2000, 500)
+    checkpoints = Checkpoints(folder, keep=2)
+    first = step = checkpoints.load({"model": model}) or 0
+    while True:
+        step += 1
+        with torch.no_grad():
+            model.weight.fill_(step)
+        checkpoints.save(step, {"model": model})
+        if step == first + 1:
+            checkpoints.wait()
+            connection.send("saved")
 
 
 @pytest.mark.slow
 def test_killed_at_any_moment_the_latest_is_whole(tmp_path):
     chance, last = random.Random(0), 0
     for _ in range(5):
-        process = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        while process.stdout.readline() != "saved\n":
-            assert process.poll() is None
+        ours, theirs = multiprocessing.Pipe()
+        process = forked(saves_until_killed, tmp_path, theirs)
+        theirs.close()
+        assert ours.recv() == "saved"  # EOFError if it has ended
         time.sleep(chance.uniform(0.0, 0.5))
         process.kill()
-        process.wait()
-        process.stdout.close()
+        process.join()
         model = nn.Linear(2000, 500)
         checkpoints = Checkpoints(tmp_path, keep=2)
         step = checkpoints.load({"model": model}) or 0

@@ -1,17 +1,17 @@
 """Checkpoints on S3: moto's server on loopback, in a process of its own; refusals, slowness, breaks, two runs."""
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
-from s3 import CREDENTIALS, proxy, s3_server, same_path
+from pool import forked
+from s3 import CREDENTIALS, proxy, s3_server
 from torch import nn
-from train_command import steady
+from train_command import command, steady
 
 from labkit.checkpoint import CheckpointError, Checkpoints, storage_lock, tensor_file
 from labkit.checkpoint.storage import Store
@@ -108,13 +108,8 @@ rank_files = ("rank-0.safetensors", "rank-1.safetensors")
 TRAINING = ("--strategy", "fsdp", "--batch-size", "12", "--optimizer", "adamw", "--steps", "4", "--log")
 
 
-def trained(*options):
-    command = [sys.executable, "-m", "labkit.train", "--nproc", "2", *TRAINING, *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150)
-
-
 def trained_warm(*options):
-    """The same on warm ranks: what rank 0 printed."""
+    """labkit.train on warm ranks: what rank 0 printed."""
     arguments = [*TRAINING, *map(str, options)]
     run = launch("labkit.run.training:launched", nproc=2, arguments=arguments, quiet=True)
     return run.logs[0].read_text()
@@ -127,11 +122,11 @@ def test_a_training_goes_on_from_there(bucket, tmp_path):
     (tmp_path / "stop").write_text("")
     first = trained_warm(tmp_path / "broken.jsonl", *save, "--stop-file", tmp_path / "stop")
     assert "run the same command to resume" in first
-    again = trained(tmp_path / "broken.jsonl", *save, "--resume", "must")
+    again = command("--nproc", 2, *TRAINING, tmp_path / "broken.jsonl", *save, "--resume", "must")
     assert "resumes after step 1" in again.stdout, again.stderr
     last = [steady(tmp_path / f"{name}.jsonl")[-1] for name in ("whole", "broken")]
     assert last[0] == last[1] and last[0]["step"] == 4
-    nowhere = trained(tmp_path / "no.jsonl", "--checkpoint-dir", "s3://no-such-bucket/run")
+    nowhere = command("--nproc", 2, *TRAINING, tmp_path / "no.jsonl", "--checkpoint-dir", "s3://no-such-bucket/run")
     assert nowhere.returncode == WRONG
     line = "labkit.train: cannot write to s3://no-such-bucket/run: The specified bucket does not exist"
     assert line in nowhere.stderr.splitlines()
@@ -330,49 +325,51 @@ def test_what_is_half_written_never_has_its_name(bucket):
 
 # ---- two runs
 
-HOLDER = """
-import sys, torch
-from labkit.checkpoint import Checkpoints
-from labkit.checkpoint import storage_lock
-storage_lock.RENEW, storage_lock.LEASE = map(float, sys.argv[2:])
-checkpoints = Checkpoints(sys.argv[1])
-checkpoints.save(1, {"model": torch.nn.Linear(40, 40)})
-checkpoints.wait()
-print("holds", flush=True)
-sys.stdin.readline()
-try:
-    checkpoints.save(2, {"model": torch.nn.Linear(40, 40)})
+
+def hold(url, env, connection):
+    """Save once; once more when told to, and say what came of it."""
+    os.environ.update(env)
+    storage_lock.RENEW, storage_lock.LEASE = RENEW, LEASE
+    checkpoints = Checkpoints(url)
+    checkpoints.save(1, {"model": nn.Linear(40, 40)})
     checkpoints.wait()
-    print("saved", flush=True)
-except Exception as error:
-    print(error, flush=True)
-"""
+    connection.send("holds")
+    connection.recv()
+    try:
+        checkpoints.save(2, {"model": nn.Linear(40, 40)})
+        checkpoints.wait()
+        connection.send("saved")
+    except CheckpointError as error:
+        connection.send(str(error))
 
 
 @pytest.fixture
 def holder(bucket):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, f"{bucket}/run", str(RENEW), str(LEASE)], **pipes, env=same_path()
-    )
-    assert process.stdout.readline() == "holds\n"
-    yield process
+    """(a process that writes into the directory, the connection to it)."""
+    ours, theirs = multiprocessing.Pipe()
+    process = forked(hold, f"{bucket}/run", environment(), theirs)
+    theirs.close()
+    assert ours.recv() == "holds"
+    yield process, ours
     process.kill()
-    process.communicate()
+    process.join()
 
 
 @pytest.mark.slow
 def test_two_runs_in_one_directory(bucket, holder, capsys):
     with pytest.raises(CheckpointError, match=f"another run writes checkpoints into {bucket}/run"):
         Checkpoints(f"{bucket}/run")
-    assert f"process {holder.pid}: waiting {LEASE:.0f} s for a renewal" in capsys.readouterr().out
-    assert holder.communicate("\n")[0] == "saved\n"
+    process, connection = holder
+    assert f"process {process.pid}: waiting {LEASE:.0f} s for a renewal" in capsys.readouterr().out
+    connection.send("go on")
+    assert connection.recv() == "saved"
 
 
 @pytest.mark.slow
 def test_a_holder_that_died_is_followed(bucket, holder):
-    holder.kill()
-    holder.wait()
+    process, _ = holder
+    process.kill()
+    process.join()
     checkpoints = Checkpoints(f"{bucket}/run")
     assert checkpoints.steps() == [1]
     checkpoints.save(2, filled(2.0))
@@ -382,10 +379,12 @@ def test_a_holder_that_died_is_followed(bucket, holder):
 
 @pytest.mark.slow
 def test_a_holder_that_stood_still_writes_nothing_more(bucket, holder):
-    os.kill(holder.pid, signal.SIGSTOP)
+    process, connection = holder
+    os.kill(process.pid, signal.SIGSTOP)
     checkpoints = Checkpoints(f"{bucket}/run")
-    os.kill(holder.pid, signal.SIGCONT)
-    said = holder.communicate("\n")[0]
+    os.kill(process.pid, signal.SIGCONT)
+    connection.send("go on")
+    said = connection.recv()
     assert "step 2 was not saved: rank 0: another run has taken over the directory" in said
     assert checkpoints.steps() == [1]
     checkpoints.save(3, filled(3.0))

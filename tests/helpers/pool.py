@@ -38,6 +38,15 @@ for pid in sys.argv[1:]:
 """
 
 
+def forked(body, *arguments):
+    """A process that has begun body(*arguments), a function of a module: forked from the server with torch loaded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=body, args=arguments)
+    process.start()
+    return process
+
+
 def serve(connection, rank, world_size, store_path, paths):
     """Join the group, then run one body after the other until the test session closes the pipe."""
     sys.path[:0] = [path for path in paths if path not in sys.path]

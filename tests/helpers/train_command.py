@@ -1,14 +1,13 @@
 """python -m labkit.train, as a process, under a real torchrun and on warm ranks, and its log."""
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from pool import PRELOAD
+from pool import forked
 
 from labkit import train
 from labkit.run import LaunchError, launch
@@ -52,13 +51,9 @@ class Forked:
     """python -m labkit.train, forked from a process that has loaded torch, which takes seconds; as a Popen."""
 
     def __init__(self, *words, cwd="."):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
         self.folder = tempfile.TemporaryDirectory()
         self.files = [Path(self.folder.name, name) for name in ("out", "error")]
-        arguments = [*map(str, words)], os.path.abspath(cwd), dict(os.environ), self.files
-        self.process = context.Process(target=main, args=arguments)
-        self.process.start()
+        self.process = forked(main, [*map(str, words)], os.path.abspath(cwd), dict(os.environ), self.files)
         self.pid, self.kill = self.process.pid, self.process.kill
 
     def poll(self):
