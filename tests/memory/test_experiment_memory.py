@@ -56,7 +56,7 @@ FITTED = {
 @pytest.mark.parametrize("case", FITTED)
 def test_the_largest_batch_fits_and_one_more_does_not(ranks, case):
     """Held on real ranks: at most the room, and with one more sample for each of them more than that."""
-    experiment, room = BASE.replace(**FITTED[case]), 24 * 2**20
+    experiment, room = BASE.replace(**FITTED[case]), 6 * 2**20
     size = largest_batch(experiment, 2, 0, room)
     more = size + experiment.smallest_batch(2)
     peaks = {
