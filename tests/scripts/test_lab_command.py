@@ -160,6 +160,15 @@ def wheel(folder, name, version, requires="", holds=""):
 
 
 @pytest.fixture
+def refused_setup(tree):
+    """The stamp comes back: a refused setup has installed nothing, and the next test need not make .venv anew."""
+    stamp = tree / ".venv" / "lab-stamp"
+    before = stamp.read_text()
+    yield
+    stamp.write_text(before)
+
+
+@pytest.fixture
 def torch_of(tree):
     """torch_of(version): `tree` comes to need it. cuda/ has what pip takes where nothing is set, cpu/ the CPU build.
 
@@ -199,7 +208,7 @@ def test_pips_own_settings_choose_the_cpu_build(torch_of, version, where):
 
 
 @pytest.mark.slow
-def test_the_cuda_build_needs_more_disk(torch_of):
+def test_the_cuda_build_needs_more_disk(torch_of, refused_setup):
     root = torch_of("0.4")
     refused = lab_with_free(root, 5e9, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(root / "cuda"))
     assert_one_line(refused, "CUDA build needs 10 GB", "5.0 GB free", "CPU build (see README): 3 GB")
@@ -321,7 +330,7 @@ def test_every_package_that_is_imported_is_in_the_lock_of_those_who_import_it():
 
 
 @pytest.mark.slow
-def test_a_file_with_another_hash_is_not_installed(tree):
+def test_a_file_with_another_hash_is_not_installed(tree, refused_setup):
     """Whoever can put a file before the package index's still cannot put code into .venv."""
     wheel(tree / "swapped", "a_package_for_this_test", "3")
     lock = tree / "scripts" / "requirements.lock"
