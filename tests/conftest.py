@@ -60,8 +60,17 @@ def tree(tmp_path):
     return tmp_path
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
+    session.frozen = len(sys.modules)
     gc.freeze()  # torch and thousands of cases: no collection of garbage need look through them again
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item):
+    if len(sys.modules) > item.session.frozen + 100:  # nor through what a test has imported
+        item.session.frozen = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def missing_capability(item):
