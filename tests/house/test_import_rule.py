@@ -42,10 +42,11 @@ BELOW = {
     "fully_shard_messages": {"floor"},
     "trainer": ALL,
     "models": {"models"},
+    "once_only": {"once_only"},
     "measure": {"floor", "measure"},
-    "scale": {"floor", "measure", "scale"},
+    "scale": {"floor", "measure", "scale", "once_only"},
     "cluster": {"floor", "measure", "scale", "cluster"},
-    "run": {*ALL, "measure", "models", "scale", "cluster", "run"},
+    "run": {*ALL, "measure", "models", "scale", "cluster", "run", "once_only"},
     "show": {*ALL, "measure", "models", "run", "scale", "cluster", "show"},
 }
 FROM_SCRATCH = {"floor", "ideas", *FAMILIES}
