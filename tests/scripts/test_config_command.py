@@ -197,7 +197,7 @@ def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
 
 
 NOT_JSON = {
-    '{"a": 1, "a": 2}': "a is there twice",
+    '{"a": 1, "a": 2}': "has the key a twice",
     '{"a": 1, // b': "JSON has no comments",
     '// a comment\n{"a": 1}': "JSON has no comments",
     'ds_config = {"a": 1}': "leave out what stands before the {",
