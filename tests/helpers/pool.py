@@ -38,11 +38,16 @@ for pid in sys.argv[1:]:
 """
 
 
-def forked(body, *arguments):
-    """A process that has begun body(*arguments), a function of a module: forked from the server with torch loaded."""
+def server():
+    """multiprocessing's context whose processes are forked from one that has loaded torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=body, args=arguments)
+    return context
+
+
+def forked(body, *arguments):
+    """A process that has begun body(*arguments), a function of a module: forked from the server with torch loaded."""
+    process = server().Process(target=body, args=arguments)
     process.start()
     return process
 
@@ -89,8 +94,7 @@ def leave_groups():
 
 class Pool:
     def __init__(self, world_size, paths):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = server()
         self.folder = tempfile.TemporaryDirectory(prefix="labkit-pool-")
         store_path = os.path.join(self.folder.name, "store")
         self.connections, self.processes = [], []
