@@ -23,7 +23,7 @@ import yaml
 from terminal import UserError, main, say, table
 
 from labkit.cluster import kubernetes
-from labkit.once_only import OnceOnly
+from labkit.once_only import documents
 from labkit.run import framework_files, framework_lines, frameworks
 from labkit.run.experiment import Experiment
 from labkit.run.framework_values import NO_RECOMPUTE, Refused, reasons_of
@@ -299,9 +299,7 @@ def read(file):
     try:
         if text.lstrip().startswith("{"):  # in YAML, 1e-3 is a text
             return [framework_files.from_json(text)]
-        return [document for document in yaml.load_all(text, OnceOnly) if document is not None]
-    except yaml.YAMLError as error:
-        raise ValueError(f"{shown(file)} is not YAML: {error}") from None
+        return documents(text)
     except ValueError as error:
         raise ValueError(f"{shown(file)} {error}") from None
 

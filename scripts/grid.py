@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import batch
-import yaml
 from terminal import UserError
 
-from labkit.once_only import OnceOnly
+from labkit.once_only import of_yaml
 
 FORM = "it maps parameters to lists, such as  world_size: [2, 4]"
 LONGEST = 100  # characters of a folder's name
@@ -31,15 +30,11 @@ class Job:
 def read(file):
     """Return {parameter: values} of a YAML file."""
     try:
-        grid = yaml.load(Path(file).read_text(), OnceOnly)
+        grid = of_yaml(Path(file).read_bytes())
     except OSError as error:
         raise UserError(f"--grid {file}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" (line {mark.line + 1})" if mark else ""
-        raise UserError(f"--grid {file} is not YAML{where}; {FORM}") from None
     except ValueError as error:
-        raise UserError(f"--grid {file}: {error}") from None
+        raise UserError(f"--grid {file} {error}; {FORM}") from None
     if grid is None or grid == {}:
         raise UserError(f"--grid {file} is empty; {FORM}")
     if not isinstance(grid, dict):

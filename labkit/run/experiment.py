@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from labkit.once_only import OnceOnly, without_doubles
+from labkit.once_only import of_yaml, without_doubles
 from labkit.run.choices import CHOICES, FITTING, HOOKED, HOROVOD
 
 # Defaults of a GPT, which labkit.run.options sets; they hold with AdamW only.
@@ -265,9 +265,7 @@ class Experiment:
     @classmethod
     def from_yaml(cls, path):
         try:
-            fields = yaml.load(Path(path).read_text(), OnceOnly)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path}: not YAML: {error}") from None
+            fields = of_yaml(Path(path).read_bytes())
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         return cls.from_dict(fields, source=str(path))
@@ -280,7 +278,7 @@ class Experiment:
         try:
             fields = json.loads(Path(path).read_text(), object_pairs_hook=without_doubles)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: not JSON: {error}") from None
+            raise ValueError(f"{path}: is not JSON: {error}") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         return cls.from_dict(fields, source=str(path))

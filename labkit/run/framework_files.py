@@ -11,9 +11,7 @@ import json
 import re
 from pathlib import Path
 
-import yaml
-
-from labkit.once_only import OnceOnly, without_doubles
+from labkit.once_only import NotYaml, documents, without_doubles
 from labkit.run import accelerate_fields, megatron_shell, torchtitan_files
 from labkit.run.framework_lines import NAMES
 from labkit.run.framework_values import Refused
@@ -139,12 +137,12 @@ def from_json(text):
 def from_yaml(text):
     """Return the one document of a YAML text; the text itself if it is not YAML but arguments."""
     try:
-        documents = [found for found in yaml.load_all(text, OnceOnly) if found is not None]
-    except yaml.YAMLError as error:
+        found = documents(text)
+    except NotYaml:
         if OPTION.search(text):
             return text
-        raise ValueError(f"is not YAML: {error}") from None
-    return documents[0] if len(documents) == 1 else documents
+        raise
+    return found[0] if len(found) == 1 else found
 
 
 def as_text(config, framework):

@@ -9,10 +9,8 @@ import difflib
 import sys
 from pathlib import Path
 
-import yaml
-
 from labkit.measure.sinks import KNOWN
-from labkit.once_only import OnceOnly
+from labkit.once_only import of_yaml
 from labkit.run.choices import CHOICES, TORCH
 from labkit.run.experiment import GPT, Experiment
 from labkit.run.framework_values import as_number
@@ -194,9 +192,7 @@ def check_ranks(experiment, options, nproc):
 def from_file(path):
     """Return the fields of a YAML file, {} of an empty one. Raises ValueError, OSError."""
     try:
-        fields = yaml.load(Path(path).read_text(), OnceOnly)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        fields = of_yaml(Path(path).read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     fields = {} if fields is None else fields

@@ -27,10 +27,9 @@ from functools import partial
 from pathlib import Path
 
 import pandas as pd
-import yaml
 
 from labkit.measure import fingerprint, machine
-from labkit.once_only import OnceOnly
+from labkit.once_only import of_yaml
 from labkit.open_without_links import lock_file, new_file
 from labkit.run.compare import check_constant, compare
 from labkit.run.console import Bar
@@ -81,9 +80,7 @@ class Cell:
 def read_grid(path):
     """Read a grid from a YAML file: a mapping of names to lists, or a list of such mappings."""
     try:
-        grid = yaml.load(Path(path).read_text(), OnceOnly)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML: {error}") from None
+        grid = of_yaml(Path(path).read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if not all(isinstance(mapping, dict) for mapping in as_list(grid)):

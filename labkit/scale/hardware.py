@@ -24,9 +24,7 @@ from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
 
-import yaml
-
-from labkit.once_only import OnceOnly
+from labkit.once_only import of_yaml
 
 TABLE = Path(__file__).with_name("gpus.csv")
 DATASHEET = "NVIDIA datasheet"
@@ -228,11 +226,9 @@ def mapping_of_file(path, what):
     what: what it must be, such as "a GPU is a mapping of columns to figures".
     """
     try:
-        told = yaml.load(Path(path).read_bytes(), OnceOnly)
+        told = of_yaml(Path(path).read_bytes())
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(told, dict):

@@ -97,7 +97,7 @@ def test_broken_files_are_one_clear_error(tmp_path):
             load(tmp_path / name)
     (tmp_path / "list.yaml").write_text("- mlp")
     for name, load in (("e.yaml", Experiment.from_yaml), ("e.json", Experiment.from_json)):
-        with pytest.raises(ValueError, match=f"{name}: not "):
+        with pytest.raises(ValueError, match=f"{name}: is not "):
             load(tmp_path / name)
     with pytest.raises(ValueError, match="mapping"):
         Experiment.from_yaml(tmp_path / "list.yaml")
