@@ -38,7 +38,7 @@ from labkit.torch_private import default_store
 
 PAUSE = 0.3  # seconds between two reads of the store
 FIRST = {
-    "beat": 0, "begun": 0, "last": "none yet", "rows": [], "patience": "", "verdict": None,
+    "beat": 0, "begun": 0, "last": "", "rows": [], "patience": "", "verdict": None,
     "left": False, "node": None, "pid": None,
 }  # fmt: skip
 LEFT = os.EX_TEMPFAIL  # 75, the exit code of a rank that exits because of another
@@ -186,14 +186,20 @@ class Watchdog:
         told = self.seen[self.rank if rank is None else rank].told
         who = "no rank is behind" if rank is None else f"rank {rank} on node {told['node']}"
         if not silently:
-            last = f"last collective {told['begun']}: {told['last']}"
-            say(f"rank {self.rank} noticed: {who} {why}; {last}")
+            say(f"rank {self.rank} noticed: {who} {why}; its last beat: {place_of(told)}")
         say(f"rank {self.rank} exits at {here()}")
         time.sleep(2 * PAUSE)  # torchrun ends all ranks once one has exited: let them print first
         if rank not in (None, self.rank) and told["node"] == self.told["node"]:
             with suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(told["pid"], signal.SIGKILL)
         os._exit(1 if rank == self.rank else LEFT)
+
+
+def place_of(told):
+    """Return where a rank was at its last beat, which may be older than its last collective."""
+    if not told["begun"]:
+        return "before its first collective"
+    return f"in or after collective {told['begun']}, {told['last']}"
 
 
 def here():

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from labkit.run import LaunchError, launch
-from labkit.watchdog import FIRST, LEFT, Seen, Watchdog, suspect
+from labkit.watchdog import FIRST, LEFT, Seen, Watchdog, place_of, suspect
 
 TIMEOUT = 6  # seconds: on a busy machine a rank may be silent for some
 
@@ -129,9 +129,13 @@ def test_who_stands_still_is_named_and_the_others_leave(fault, rank, words):
     assert logs.count("noticed: ") >= 1 and set(re.findall(r"noticed: (rank \d on node \d)", logs)) == {
         f"rank {rank} on node 0"
     }
-    assert words in logs and "all_reduce of 8 bytes" in logs
+    assert words in logs and re.search(r"its last beat: in or after collective \d, all_reduce of 8 bytes\n", logs)
     assert error.cause.rank == rank, str(error)  # and launch does not blame those who left
     assert TIMEOUT - 1 < seconds < 30  # its last entry may be from before rank 0 printed; launch's own limit is 60
+
+
+def test_a_rank_may_freeze_before_its_first_collective():
+    assert place_of(FIRST) == "before its first collective"
 
 
 @pytest.mark.slow
