@@ -6,9 +6,9 @@
     load                 GPU-seconds that arrive, over GPU-seconds that the cluster has
                          -> exponential gaps between arrivals
 
-Published are shares, not jobs, so size and run time of one job are drawn apart; only the mean run
-time depends on the size. Sizes are powers of two. Run times are cut at 14 days. Users ask for more
-time than they need: `limit` is the next power of two.
+The source used here gives shares, not jobs, so size and run time of one job are drawn apart; only
+the mean run time depends on the size. Sizes are powers of two. Run times are cut at 14 days. Users
+ask for more time than they need: `limit` is the next power of two.
 Hu et al., Characterization and Prediction of Deep Learning Workloads in Large-Scale GPU
 Datacenters, SC 2021 (Helios); Jeon et al., ATC 2019 (Philly); Hu et al., Characterization of Large
 Language Model Development in the Datacenter, NSDI 2024 (Seren, Kalos; its figures are the source
