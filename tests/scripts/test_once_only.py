@@ -1,19 +1,14 @@
 """All readers of YAML that a person writes: one line of a ValueError, for a key that is there twice too."""
 
-import sys
-from pathlib import Path
-
+import config
+import grid
 import pytest
+import terminal
 
 from labkit.once_only import of_yaml
 from labkit.run import framework_files, options, sweep
 from labkit.run.experiment import Experiment
 from labkit.scale import hardware
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import config
-import grid
 
 READERS = {
     "experiment": Experiment.from_yaml,
@@ -43,7 +38,7 @@ READERS = {
 def test_one_line(reader, text, words, tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text(text)
-    with pytest.raises((ValueError, config.UserError), match=words) as refusal:
+    with pytest.raises((ValueError, terminal.UserError), match=words) as refusal:
         READERS[reader](file)
     assert "\n" not in str(refusal.value)
 
