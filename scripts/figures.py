@@ -1,4 +1,4 @@
-"""`lab figures [NAME...] [--stale [--list]]`: run the course, and store its outputs and measurements.
+"""`lab figures [NAME...] [--stale [--list]]`: run the course and the dashboard's sweep, and store what they measure.
 
 A notebook saves its pictures through labkit.show.plots.save, which writes NAME.svg and NAME.json (the data, host,
 versions, commit and parameters). After a run without error these go to figures/, the outputs into the notebook, and its
@@ -140,12 +140,10 @@ def renew_sweep(stored, folder, timeout):
     return outcome.error, outcome.seconds
 
 
-def jobs_of(records):
-    """Return the jobs in order: the sweep before the dashboard that shows it, each once."""
-    jobs = {record.job for record in records}
-    if "sweep" in jobs:
-        jobs.add(batch.MAIN_JOB)
-    return sorted(jobs, key=lambda job: (job == batch.MAIN_JOB, job))
+def in_order(jobs):
+    """Return the jobs, each once, the sweep before the dashboard that shows it."""
+    shown = {batch.MAIN_JOB} if "sweep" in jobs else set()
+    return sorted(jobs | shown, key=lambda job: (job == batch.MAIN_JOB, job))
 
 
 def expected(jobs):
@@ -181,7 +179,7 @@ def report(records):
     """Return a report of the stale records and the reasons."""
     lines = [table([(record.name, record.why()) for record in records], header=("stale", "why"))]
     lines += ["", "Stale: stored results of older code. To run it again and store the results:"]
-    jobs = jobs_of(records)
+    jobs = in_order({record.job for record in records})
     return "\n".join([*lines, f"  {COMMAND}   ({len(jobs)} runs, about {sum(expected(jobs).values()) / 60:.0f} min)"])
 
 
@@ -197,7 +195,9 @@ def figures(arguments):
     paths = [batch.find(name) for name in options.names] or batch.course()
     if not paths:
         raise UserError("there is no notebook in notebooks/")
-    names = {path.stem for path in paths}
+    jobs = {path.stem for path in paths}
+    if batch.MAIN_JOB in jobs and (options.stale or not options.names):
+        jobs.add("sweep")
     stored = Stored()
     if not options.list:
         write_between(TREE_MARKS, tree())
@@ -205,14 +205,14 @@ def figures(arguments):
         if not options.list:
             for path in paths:
                 stored.renew_source(path)
-        names |= {"sweep"} if batch.MAIN_JOB in names else set()
-        old = [record for record in stored.stale() if record.job in names]
+        old = [record for record in stored.stale() if record.job in jobs]
         say(report(old) if old else "nothing is stale: all stored results were made by today's code")
         for words in [] if options.names else stored.about_gpu():
             say(words)
         if options.list or not old:
             return 0
-    rows, failed = run_all(stored, jobs_of(old) if options.stale else [path.stem for path in paths], options.timeout)
+        jobs = {record.job for record in old}
+    rows, failed = run_all(stored, in_order(jobs), options.timeout)
     say(table(rows, header=("run", "seconds", "figures written")))
     return 1 if failed else 0
 

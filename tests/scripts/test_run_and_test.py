@@ -14,6 +14,7 @@ from pathlib import Path
 
 import batch
 import explorers
+import figures
 import nbformat
 import psutil
 import pytest
@@ -333,6 +334,16 @@ def test_lab_test_runs_notebooks_under_nbval_and_as_jobs_on_another_number_of_ra
 
 
 # lab figures
+
+
+def test_figures_of_the_whole_course_include_the_sweep_before_the_dashboard(monkeypatch):
+    asked = []
+    monkeypatch.setattr(figures, "run_all", lambda stored, jobs, timeout: (asked.append(jobs), ([], 0))[1])
+    monkeypatch.setattr(figures, "write_between", lambda marks, lines: None)
+    figures.figures([])
+    figures.figures(["dashboard", "04"])
+    assert asked[0] == [*(path.stem for path in batch.course()[:-1]), "sweep", "dashboard"]
+    assert asked[1] == ["04_compare", "dashboard"]
 
 
 @pytest.mark.slow
