@@ -14,12 +14,13 @@ from pathlib import Path
 
 import batch
 import explorers
-import figures
 import nbformat
 import psutil
 import pytest
 import terminal
 from notebook_jobs import FIGURE, RANKS, Page, command, finished, notebook
+
+import figures
 
 PARAMETERS = "world_size = 2\nmodel = 'mlp'\nlr = 0.05\nunread = 1\nflag = False\nlimit = None\nsizes = [1, 4]"
 READERS = "print(model, flag, limit, sizes)\n%time x = lr"
