@@ -176,8 +176,8 @@ def tiny_buckets(rows):
         return None
     return Finding(
         "tiny buckets",
-        f"{messages:.0f} messages a step of {latency / messages:.1f} ms each, however small: "
-        f"{latency:.1f} of the {latency + transfer:.1f} ms that the network works",
+        f"{messages:.0f} messages a step; latency takes {latency:.1f} of the "
+        f"{latency + transfer:.1f} ms that the network works",
         "put more gradients into a message (bucket_cap_mb)",
         after / step,
     )
