@@ -92,12 +92,12 @@ class AgentClient:
         print(f"[launch] the job did not end within {STOP_LIMIT:g} s: killed it and its agent")
 
     def death(self):
+        self.process.kill()  # its pipe is closed: at most, it has not quite ended
+        status = self.process.wait()
         self.log.seek(0)
         last = self.log.read().decode(errors="replace").strip().splitlines()[-1:]
         agent.cache_clear()
-        return AgentError(
-            f"the launching agent died ({self.process.poll()}): {''.join(last) or 'no message'}"
-        )
+        return AgentError(f"the launching agent died ({status}): {''.join(last) or 'no message'}")
 
 
 @functools.cache

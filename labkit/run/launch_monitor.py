@@ -8,6 +8,7 @@ a rank is stopped  its peers time out and fail. If no peer waits, or a process i
                    ranks have started, the job is stopped after collective_timeout
 a rank floods      its log exceeds 1 GiB: the job is stopped before the disk is full
 all ranks are done but torchrun does not end, as over a cut link: the job is stopped after 3 s
+the agent has died its ranks are waited for: the system kills them, and what they wrote is kept
 """
 
 import json
@@ -24,6 +25,7 @@ POLL = 0.02  # seconds between checks of the ranks' output
 LOOK = 0.5  # seconds between checks of their processes
 EXIT_LIMIT = 3.0  # seconds for torchruns to end after their ranks; over a cut link they never do
 LONGEST_LOG = 2**30  # bytes
+ORPHAN_LIMIT = 10.0  # seconds for the system to kill the ranks of an agent that has died
 OTHERS_REPORT = 0.8  # seconds that the other ranks get to report after one has failed
 
 
@@ -100,8 +102,20 @@ def watch(run, command, timeout, quiet, bar, client=None):
         raise
     finally:
         take_events(run, tails, bar)
+        if client.here and client.process.poll() is not None:
+            wait_until_gone(run.events)
+            take_events(run, tails, bar)
         console.show(final=True)
         bar.close()
+
+
+def wait_until_gone(events):
+    """Wait for ranks whose agent has died: until the system kills them, they train and save."""
+    alive = {of[0]["pid"] for of in events if of}
+    deadline = time.monotonic() + ORPHAN_LIMIT
+    while alive and time.monotonic() < deadline:
+        alive = {pid for pid in alive if is_alive(pid)}
+        time.sleep(POLL)
 
 
 def has_left(events, exits):
@@ -142,10 +156,18 @@ def is_stopped_early(events, agent_pid):
 
 
 def is_stopped(pid):
+    return status_of(pid) == psutil.STATUS_STOPPED
+
+
+def is_alive(pid):
+    return status_of(pid) not in (None, psutil.STATUS_ZOMBIE)
+
+
+def status_of(pid):
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+        return psutil.Process(pid).status()
     except psutil.NoSuchProcess:
-        return False
+        return None
 
 
 def print_notes(notes):

@@ -23,6 +23,8 @@ from labkit.show.bars import stack
 from labkit.show.explorer import explore, need_one
 from labkit.show.time_vs_bandwidth import costs, reach, step_over_link, wins
 
+EQUAL = 1.05  # predicted steps that differ by less have no fastest among them
+
 
 @dataclass(frozen=True)
 class State:
@@ -89,11 +91,12 @@ def takeaway(frame, state):
     found = costs(frame)
     best = rows.loc[rows["step_ms"].idxmin()]
     base = predicted(*found[state.baseline], state.link_mbit)
-    words = (
-        f"{headline(state)}: a step of {style.name(best['method'])}, the fastest, "
-        "is predicted to take "
+    equal = rows[(rows["step_ms"] <= EQUAL * best["step_ms"]) & (rows["method"] != best["method"])]
+    place = f"within 5 % of {' and '.join(map(style.name, equal['method']))}" if len(equal) else ""
+    words = f"{headline(state)}: a step of {style.name(best['method'])}, "
+    words += (
+        f"{place or 'the fastest'}, is predicted to take {style.quantity(best['step_ms'], 'ms')}"
     )
-    words += style.quantity(best["step_ms"], "ms")
     if best["method"] != state.baseline:
         words += f", {base / best['step_ms']:.3g} times as fast as {style.name(state.baseline)}"
         words += f" ({style.quantity(base, 'ms')})"

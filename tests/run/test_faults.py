@@ -191,6 +191,26 @@ def test_when_all_attempts_have_failed_the_last_is_told():
     assert run.records["attempt"].tolist() == [0, 1, 2]
 
 
+OUTLIVES = """
+import ctypes, os, psutil, signal, time
+comm.barrier()
+if attempt == 0:
+    time.sleep(60 * rank)
+    ctypes.CDLL(None).prctl(1, 0)  # not killed with its parent: the system is late
+    psutil.Process().parents()[1].kill()
+    time.sleep(0.5)
+    record(late=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_rank_does_after_its_agent_has_died_is_in_the_records_and_the_next_attempt_waits_for_it():
+    run = launch(OUTLIVES + "record(late=False)", restarts=1, **OPTIONS)
+    assert len(run.failures) == 1 and "the launching agent died (-9)" in run.failures[0]
+    assert run.records[["attempt", "rank", "late"]].values.tolist() == [[0, 0, True], [1, 0, False], [1, 1, False]]
+
+
 @pytest.mark.slow
 def test_without_restarts_there_is_one_attempt_and_no_column():
     run = launch("record(x=attempt)", nproc=1, **OPTIONS)

@@ -196,6 +196,12 @@ def test_the_takeaway(methods, speed, words):
     assert bandwidth_explorer.takeaway(rows_of(), bandwidth_explorer.State(methods, speed, "none")) == words
 
 
+def test_no_method_is_called_the_fastest_where_another_is_as_fast():
+    one = rows_of({"none": COSTS["none"], "hierarchical": COSTS["none"]})
+    words = bandwidth_explorer.takeaway(one, bandwidth_explorer.State(("none", "hierarchical"), 100.0, "none"))
+    assert words.startswith("A link of 100 Mbit/s: a step of no compression, within 5 % of hierarchical, is predicted")
+
+
 def test_the_menu_goes_in_log_steps_through_what_was_measured():
     frame = rows_of({"none": COSTS["none"], "topk": COSTS["topk"]}, speeds=(50, 300))
     assert bandwidth_explorer.offered(frame, "none") == [50, 100, 200, 300, 500, 1000, 2000]
