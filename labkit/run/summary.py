@@ -27,19 +27,20 @@ def summary(rows):
     """Return a DataFrame with a row per cell of sweep.results().
 
     Columns: its fields and world; world (text); ranks; base, the cell to compare with; changes:
-    ((field, value), ...) that differ from the base. Medians over rounds of means_of_turns: step_ms
-    (quartiles step_low, step_high) and the other TIMES and RATES. ratio of step times, paired by
-    round, with its interval ratio_low, ratio_high; pairs (ratio_of makes a stats.Ratio of these).
-    Bytes and messages of the rank with the most; node_sent_bytes of the node. loss: of the last
-    step, mean over ranks.
+    ((field, value), ...) that differ from the base. Medians over rounds of the means over ranks and
+    steps: step_ms (quartiles step_low, step_high) and the other TIMES. RATES: of that median step,
+    not medians of single steps' rates. ratio of step times, paired by round, with its interval
+    ratio_low, ratio_high; pairs (ratio_of makes a stats.Ratio of these). Bytes and messages of the
+    rank with the most; node_sent_bytes of the node. loss: of the last step, mean over ranks.
     """
     rows = rows.assign(link_mbit=slowed(rows))
     by_cell = rows.groupby("cell", sort=False)
     counted = [name for name in COUNTED if name in rows]  # without links, no bytes of a node
     kinds = [name for name in rows if name.startswith("peak_") and name.endswith("_bytes")]
-    turns = means_of_turns(rows)
+    turns = seconds_of(rows).groupby(["launch", "cell", "round"], sort=False)[TIMES + RATES].mean()
     of_cells = turns.groupby("cell", sort=False)
     table = by_cell[[*FIELDS, *WORLD]].first().join(of_cells.median())
+    table[RATES] = 1 / table[RATES]
     steps = of_cells["step_ms"]
     table["step_low"] = steps.quantile(0.25)
     table["step_high"] = steps.quantile(0.75)
@@ -55,15 +56,9 @@ def summary(rows):
     return table.join(ratios(turns["step_ms"], first)).reset_index()
 
 
-def means_of_turns(rows):
-    """Return a DataFrame by launch, cell and round: TIMES and RATES, over ranks and steps.
-
-    A rate is that of the whole turn, not the mean of its steps' rates: steps of 1 and 99 ms with 10
-    samples each are 200 samples/s.
-    """
-    inverse = rows.assign(**{rate: 1 / rows[rate] for rate in RATES})
-    turns = inverse.groupby(["launch", "cell", "round"], sort=False)[TIMES + RATES].mean()
-    return turns.assign(**{rate: 1 / turns[rate] for rate in RATES})
+def seconds_of(rows):
+    """Return the rows with RATES inverted: times have a mean, and rates of unequal steps do not."""
+    return rows.assign(**{rate: 1 / rows[rate] for rate in RATES})
 
 
 def differing(own, base):

@@ -92,11 +92,10 @@ def takeaway(frame, state):
     best = rows.loc[rows["step_ms"].idxmin()]
     base = predicted(*found[state.baseline], state.link_mbit)
     equal = rows[(rows["step_ms"] <= EQUAL * best["step_ms"]) & (rows["method"] != best["method"])]
-    place = f"within 5 % of {' and '.join(map(style.name, equal['method']))}" if len(equal) else ""
-    words = f"{headline(state)}: a step of {style.name(best['method'])}, "
-    words += (
-        f"{place or 'the fastest'}, is predicted to take {style.quantity(best['step_ms'], 'ms')}"
-    )
+    as_fast = ", ".join(map(style.name, equal["method"]))
+    words = f"{headline(state)}: a step of {style.name(best['method'])}"
+    words += f" (as fast within 5 %: {as_fast})" if as_fast else ", the fastest,"
+    words += f" is predicted to take {style.quantity(best['step_ms'], 'ms')}"
     if best["method"] != state.baseline:
         words += f", {base / best['step_ms']:.3g} times as fast as {style.name(state.baseline)}"
         words += f" ({style.quantity(base, 'ms')})"

@@ -199,7 +199,9 @@ def test_the_takeaway(methods, speed, words):
 def test_no_method_is_called_the_fastest_where_another_is_as_fast():
     one = rows_of({"none": COSTS["none"], "hierarchical": COSTS["none"]})
     words = bandwidth_explorer.takeaway(one, bandwidth_explorer.State(("none", "hierarchical"), 100.0, "none"))
-    assert words.startswith("A link of 100 Mbit/s: a step of no compression, within 5 % of hierarchical, is predicted")
+    assert words.startswith(
+        "A link of 100 Mbit/s: a step of no compression (as fast within 5 %: hierarchical) is predicted"
+    )
 
 
 def test_the_menu_goes_in_log_steps_through_what_was_measured():
