@@ -40,6 +40,8 @@ def start(experiment, options, arguments):
             place.mkdir()
             code, why = attempt(arguments, options.nproc, place, number)
             if code != FAILED:
+                for told in sorted(place.glob("store.error-*"))[:1]:
+                    print(f"labkit.train: {told.read_text()}", file=sys.stderr, flush=True)
                 return code
             left = options.max_restarts - number
             print(f"labkit.train: {why}; {left} restarts left", file=sys.stderr, flush=True)

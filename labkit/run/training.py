@@ -449,7 +449,8 @@ def main(arguments, meeting="env://", attempt=None):
     try:
         asked = prepare(context, arguments)
     except (ValueError, TypeError, OSError) as error:
-        leave(error, context.rank == 0 or meeting == "env://")
+        tell(error, context.rank, meeting)
+        sys.exit(WRONG)
     device = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
     if meeting == "env://" and device == "cpu" and restarts_will_hang():
         sys.exit(
@@ -467,8 +468,11 @@ def main(arguments, meeting="env://", attempt=None):
             Together(CheckpointError).agree(why)
         code = work(context, fitting, *asked[1:])
         dist.destroy_process_group()
-    except CheckpointError as error:
-        leave(error, context.rank == 0)
+    except CheckpointError as error:  # on all ranks
+        if context.rank == 0:
+            print(f"labkit.train: {error}", file=sys.stderr, flush=True)
+        comm.barrier()  # the first rank to exit ends the others
+        sys.exit(WRONG)
     for number in (signal.SIGTERM, signal.SIGINT):  # exit so, also if another signal arrives
         signal.signal(number, signal.SIG_IGN)
     return code
@@ -488,8 +492,13 @@ def predicted(context, experiment, options, device):
     return experiment.replace(batch_size=size)
 
 
-def leave(error, tell):
-    """Print the error and exit with WRONG, after which no new attempt is made."""
-    if tell:
+def tell(error, rank, meeting):
+    """Report invalid arguments before any rank exits: the first to exit ends the others.
+
+    Under torchrun each rank prints. For labkit.train each writes a file beside the rendezvous, of
+    which labkit.train prints one.
+    """
+    if meeting == "env://":
         print(f"labkit.train: {error}", file=sys.stderr, flush=True)
-    sys.exit(WRONG)
+    else:
+        Path(f"{meeting.removeprefix('file://')}.error-{rank}").write_text(str(error))

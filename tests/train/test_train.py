@@ -357,6 +357,16 @@ def test_a_model_that_does_not_import_starts_no_training(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 1])
+def test_whichever_rank_refuses_first_the_line_is_printed_once(tmp_path, late):
+    slow = f"import os, time\nif os.environ['RANK'] == '{late}':\n    time.sleep(2)\nraise ImportError('planted')\n"
+    (tmp_path / "mine.py").write_text(slow)
+    done = command("--model", "mine:task", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (WRONG, "")
+    assert done.stderr == "labkit.train: model mine:task: ImportError: planted\n"
+
+
+@pytest.mark.slow
 def test_an_error_in_a_model_of_ones_own_is_shown_with_its_line(tmp_path):
     (tmp_path / "mine.py").write_text(
         MINE.replace("return x + self", "raise TypeError('planted')\n        return x + self")
