@@ -62,12 +62,14 @@ class Preemption:
                 trainer.train_step(...)
                 loss, stop = agreement.read()
 
-    Within the block, signals have no other effect; afterwards the previous handlers are restored.
-    Signals are received in the main thread only. seconds: measured by a monotonic clock.
+    Within the block, signals have no other effect. Afterwards the handler is `then`, such as
+    signal.SIG_IGN; the previous one if `then` is None or the block raises. Signals are received in
+    the main thread only. seconds: measured by a monotonic clock.
     """
 
-    def __init__(self, file=None, seconds=None):
+    def __init__(self, file=None, seconds=None, then=None):
         self.file = file
+        self.then = then
         self.ends = None if seconds is None else time.monotonic() + seconds
         self.reason = None
         self._before = {}  # {signal: previous handler}
@@ -80,7 +82,8 @@ class Preemption:
 
     def __exit__(self, *error):
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            ended_well = self.then is not None and error[0] is None
+            signal.signal(number, self.then if ended_well else handler)
 
     def _note(self, number, frame):
         self.reason = signal.Signals(number).name

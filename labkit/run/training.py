@@ -409,14 +409,14 @@ def check(experiment, options, nproc):
         Path(options.checkpoint_dir).mkdir(parents=True, exist_ok=True)
 
 
-def work(context, experiment, options, log, sinks):
+def work(context, experiment, options, log, sinks, then=None):
     """Train on ranks that have joined their group; return the exit code.
 
-    Raises CheckpointError on all of them.
+    then: what signals do afterwards (Preemption). Raises CheckpointError on all ranks.
     """
     for sink in sinks if context.rank == 0 else ():
         print(f"metrics: {sink}", flush=True)
-    preemption = Preemption(options.stop_file, options.stop_after)
+    preemption = Preemption(options.stop_file, options.stop_after, then)
     with preemption, Watchdog(options.timeout) as watchdog:
         done, words = train(context, experiment, options, log, sinks, preemption, watchdog)
         if context.rank == 0:
@@ -466,15 +466,14 @@ def main(arguments, meeting="env://", attempt=None):
         if asked[1].auto_batch_size:
             why = "" if isinstance(fitting, Experiment) else str(fitting)
             Together(CheckpointError).agree(why)
-        code = work(context, fitting, *asked[1:])
+        # after the training, a second signal must not end a rank that has done what it was told
+        code = work(context, fitting, *asked[1:], then=signal.SIG_IGN)
         dist.destroy_process_group()
     except CheckpointError as error:  # on all ranks
         if context.rank == 0:
             print(f"labkit.train: {error}", file=sys.stderr, flush=True)
         comm.barrier()  # the first rank to exit ends the others
         sys.exit(WRONG)
-    for number in (signal.SIGTERM, signal.SIGINT):  # exit so, also if another signal arrives
-        signal.signal(number, signal.SIG_IGN)
     return code
 
 

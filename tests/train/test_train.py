@@ -551,6 +551,17 @@ def test_signals_are_noted_and_handlers_come_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_what_has_ended_well_can_be_deaf_to_signals_and_what_raises_cannot():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with contextlib.suppress(ValueError), Preemption(then=signal.SIG_IGN):
+        raise ValueError
+    assert {number: signal.getsignal(number) for number in before} == before
+    with Preemption(then=signal.SIG_IGN):
+        pass
+    after = {signal.signal(number, handler) for number, handler in before.items()}
+    assert after == {signal.SIG_IGN}
+
+
 def test_a_file_and_a_time_count_as_told(tmp_path, monkeypatch):
     preemption = Preemption(file=tmp_path / "stop")
     assert not preemption.told
