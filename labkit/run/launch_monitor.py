@@ -101,16 +101,21 @@ def watch(run, command, timeout, quiet, bar, client=None):
         print(f"[launch] interrupted: all {run.world_size} ranks have ended")
         raise
     finally:
-        take_events(run, tails, bar)
-        if client.here and client.process.poll() is not None:
-            wait_until_gone(run.events)
-            take_events(run, tails, bar)
+        take_last_events(run, tails, bar, client)
         console.show(final=True)
         bar.close()
 
 
+def take_last_events(run, tails, bar, client):
+    """Take the events until the ranks end: without their agent, they train and save till then."""
+    take_events(run, tails, bar)
+    if client.here and client.process.poll() is not None:
+        wait_until_gone(run.events)
+        take_events(run, tails, bar)
+
+
 def wait_until_gone(events):
-    """Wait for ranks whose agent has died: until the system kills them, they train and save."""
+    """Wait until the system has killed the ranks of an agent that has died."""
     alive = {of[0]["pid"] for of in events if of}
     deadline = time.monotonic() + ORPHAN_LIMIT
     while alive and time.monotonic() < deadline:

@@ -20,7 +20,7 @@ from labkit.run.sweep import WORLD
 FIELDS = [field.name for field in fields(Experiment)]
 TIMES = ["step_ms", "forward_ms", "backward_ms", "optimizer_ms", "exposed_comm_ms"]
 RATES = ["samples_per_s", "mfu"]
-COUNTED = ["sent_bytes", "node_sent_bytes", "messages", "peak_bytes"]
+COUNTED = ["sent_bytes", "node_sent_bytes", "messages"]
 
 
 def summary(rows):
@@ -31,7 +31,8 @@ def summary(rows):
     steps: step_ms (quartiles step_low, step_high) and the other TIMES. RATES: of that median step,
     not medians of single steps' rates. ratio of step times, paired by round, with its interval
     ratio_low, ratio_high; pairs (ratio_of makes a stats.Ratio of these). Bytes and messages of the
-    rank with the most; node_sent_bytes of the node. loss: of the last step, mean over ranks.
+    rank with the most; node_sent_bytes of the node. peak_bytes: the largest, and of it
+    peak_KIND_bytes, of the same rank. loss: of the last step, mean over ranks.
     """
     rows = rows.assign(link_mbit=slowed(rows))
     by_cell = rows.groupby("cell", sort=False)
@@ -44,7 +45,8 @@ def summary(rows):
     steps = of_cells["step_ms"]
     table["step_low"] = steps.quantile(0.25)
     table["step_high"] = steps.quantile(0.75)
-    table = table.join(by_cell[list(dict.fromkeys([*counted, *kinds]))].max())
+    fullest = rows.sort_values("peak_bytes").drop_duplicates("cell", keep="last")
+    table = table.join(by_cell[counted].max()).join(fullest.set_index("cell")[kinds])
     losses = rows.groupby(["cell", "step"], sort=True)["loss"].mean()
     table["loss"] = losses.groupby("cell").last()
     table["ranks"] = table["nproc"] * table["nodes"]

@@ -213,4 +213,5 @@ def legend(table):
     kinds = " · ".join(style.name(kind) for kind in KINDS if f"peak_{kind}_bytes" in table)
     ratio = "ratio: step time / that of the base, in paired rounds; interval of 95 % from "
     ratio += f"{FEWEST} rounds on, else the smallest and the largest"
-    return f"step: median and quartiles of the rounds; {ratio}; of it: {kinds}"
+    peak = f"peak: of the rank with the most; of it: {kinds}"
+    return f"step: median and quartiles of the rounds; {ratio}; {peak}"

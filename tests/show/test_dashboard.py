@@ -67,6 +67,18 @@ def test_a_rate_is_that_of_the_median_step(slow):
     assert 50 < a["step_ms"] < 60 and a["samples_per_s"] == pytest.approx(8e3 / a["step_ms"])
 
 
+def test_the_parts_of_a_peak_are_of_one_rank():
+    """Rank 0 holds most activations, and rank 1 most of all: its parts add up to its peak."""
+    rows = grid_rows()
+    rows["peak_activations_bytes"] = rows["peak_bytes"] - 3 * (rows["peak_bytes"] // 4)
+    moved = (rows["rank"] == 0) * 150
+    rows["peak_activations_bytes"] += moved
+    rows["peak_gradients_bytes"] -= moved
+    table = summary.summary(rows)
+    parts = table[[f"peak_{kind}_bytes" for kind in ("parameters", "gradients", "optimizer_states", "activations")]]
+    assert parts.sum(axis=1).tolist() == table["peak_bytes"].tolist() == [1001, 1001, 501, 501]
+
+
 def test_a_row_a_cell_by_hand():
     table = summary.summary(grid_rows()).set_index("cell")
     a, c = table.loc["a"], table.loc["c"]
