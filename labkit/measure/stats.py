@@ -108,17 +108,24 @@ class Ratio:
         return "cannot tell"
 
     def verdict_in_words(self, band):
-        """Return "faster", "slower", "within noise", or "too few rounds to tell"."""
-        unclear = "within noise" if self.n >= FEWEST else "too few rounds to tell"
+        """Return "faster", "slower", "within noise", "undecided", or "too few rounds to tell".
+
+        Within noise: the interval lies in band. Undecided: it reaches out of it, and also into it.
+        """
+        low, high = band
+        inside = low <= self.low and self.high <= high
+        unclear = "within noise" if inside else "undecided"
+        unclear = unclear if self.n >= FEWEST else "too few rounds to tell"
         return self.verdict(band).replace("cannot tell", unclear)
 
     def claim(self, band):
-        """Return verdict_in_words(band), but "no difference above 26 %" in place of "within noise".
+        """Return "faster", "slower", "no difference above 26 %", or "too few rounds to tell".
 
-        That is the farther end of the interval, whichever of the two is first.
+        26 % is the farther end of the interval, whichever of the two is first.
         """
         bound = f"no difference above {self.noise_band()[1] - 1:.0%}".replace("%", " %")
-        return self.verdict_in_words(band).replace("within noise", bound)
+        unclear = bound if self.n >= FEWEST else "too few rounds to tell"
+        return self.verdict(band).replace("cannot tell", unclear)
 
     def interval(self, digits=2):
         """Return "0.84 to 0.96", or "smallest 0.84, largest 0.96" for a range."""

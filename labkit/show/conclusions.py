@@ -1,6 +1,7 @@
 """Conclusions of a sweep in sentences, and a title for each picture that says its message.
 
-Over a link of 100 Mbit/s, DDP + top 1 % is 8.2 times as fast as DDP; ... is within noise (...).
+Over a link of 100 Mbit/s, DDP + top 1 % is 8.2 times as fast as DDP; ... is neither faster
+nor slower beyond noise (...).
 
 A row is faster or slower if its interval lies outside the noise band of its base: the interval of
 the row that repeats the base, from 1 / m to m.
@@ -98,7 +99,7 @@ def as_measured(row):
     ratio = ratio_of(row)
     if ratio.n < FEWEST:
         return f"without a verdict, from {ratio.n} rounds"
-    return f"within noise (step x {row['ratio']:.2f}, {ratio.interval()})"
+    return f"neither faster nor slower beyond noise (step x {row['ratio']:.2f}, {ratio.interval()})"
 
 
 def base_name(rows):
@@ -118,7 +119,7 @@ def of_machine(rows):
         return f"{words}."
     worst = slower.head(NAMED).to_dict("records")
     costs = "; ".join(f"{row['label']} ({row['ratio']:.2g} times)" for row in worst)
-    return f"{words}. The longest steps: {costs}."
+    return f"{words}. The largest ratios: {costs}."
 
 
 def of_noise(rows):
@@ -127,7 +128,7 @@ def of_noise(rows):
     tested = rows[~rows["verdict"].isin(["base", "noise"])]
     enough = tested["pairs"] >= FEWEST
     within = int((enough & (tested["verdict"] == "cannot tell")).sum())
-    words = f"{within} of {len(tested)} techniques are within noise"
+    words = f"{within} of {len(tested)} techniques are neither faster nor slower beyond noise"
     if high > 1:
         words += f" ({low:.2f} to {high:.2f}, from {base_name(rows)} timed twice)"
     if not enough.all():

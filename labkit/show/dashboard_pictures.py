@@ -92,7 +92,7 @@ def ratios(rows, curves, most, title):
         at_edge = axes.get_yaxis_transform()
         for place, ratio in enumerate(rows["ratio"]):
             axes.text(1.01, place, f"{ratio:.2f}", va="center", size=9, transform=at_edge)
-        grey = "within noise" if rows["pairs"].min() >= FEWEST else "cannot tell"
+        grey = "unclear" if rows["pairs"].min() >= FEWEST else "cannot tell"
         words = f"blue: faster, orange: slower, grey: {grey}"
         lines = f"lines: {interval_name(*rows['pairs'])}"
         finish(axes, rows["label"], f"step time / that of the base ({words}; {lines})")

@@ -43,7 +43,7 @@ CHANGES = {
     "batch_size": ", batch {}",
     "seed": ", again with seed {} (noise)",
 }
-VERDICTS = {"cannot tell": "in noise"}
+VERDICTS = {"cannot tell": "unclear"}
 SPLIT = ("experts", "expert", "sequence_parallel", "attention")
 TOPICS = ("strategies", "send less", "save memory and time", "split the model", "combinations")
 KNOWN = ("accumulation", "recompute", "precision", "comm_hook", "every", *AXES, *SPLIT)

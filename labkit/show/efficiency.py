@@ -96,7 +96,7 @@ def takeaway(costs, step, state):
     """Return as text up to how many ranks each kind of scaling keeps an efficiency of ENOUGH."""
     words = []
     for kind, mine in rows(costs, step, state).groupby("scaling", sort=False):
-        good = mine["efficiency"] >= ENOUGH
+        good = mine["efficiency"].round(2) >= ENOUGH  # as the table shows it
         last = mine["ranks"][good.cummin()].max()
         words.append(f"{kind} scaling keeps {ENOUGH:.0%} up to n = {last:,}")
     return f"{headline(state)}: {', '.join(words)}."

@@ -88,7 +88,9 @@ def test_a_verdict_does_not_depend_on_which_copy_is_called_the_first():
     apart, twin = Ratio(1.12, 1.01, 1.37, 40), Ratio(0.92, 0.84, 0.96, 40)
     assert twin.noise_band() == pytest.approx((0.84, 1 / 0.84)) and apart.verdict() == "slower"
     assert apart.verdict(twin.noise_band()) == "cannot tell"
-    assert apart.verdict_in_words(twin.noise_band()) == "within noise"
+    assert apart.verdict_in_words(twin.noise_band()) == "undecided"
+    assert Ratio(1.12, 1.01, 1.18, 40).verdict_in_words(twin.noise_band()) == "within noise"
+    assert Ratio(1.12, 1.01, 1.18, 5).verdict_in_words(twin.noise_band()) == "too few rounds to tell"
     assert apart.claim(twin.noise_band()) == "no difference above 37 %" and apart.claim((1, 1)) == "slower"
     assert Ratio(0.92, 0.8, 1.1, 40).claim((0.9, 1.1)) == "no difference above 25 %"
     assert twin.band_in_words() == "0.84 to 1.19" and apart.band_in_words() == "0.73 to 1.37"

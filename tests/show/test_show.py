@@ -348,7 +348,7 @@ def test_a_ratio_is_clear_of_one_and_of_the_noise():
     table = tables.ratios(times, pairs)
     assert list(table["times compared"]) == [f"{name} / plain" for name, _ in pairs]
     assert list(table["ratio"]) == ["0.80", "1.20", "0.98", "1.03", "1.00"]
-    assert list(table["the first is"]) == ["faster", "slower", "within noise", "within noise", "noise: 0.95 to 1.05"]
+    assert list(table["the first is"]) == ["faster", "slower", "undecided", "within noise", "noise: 0.95 to 1.05"]
     assert table["95 %"].iloc[0] == "0.70 to 0.90"
     swapped = tables.ratios(times, [*pairs[:-1], ("plain", "again")])
     assert list(swapped["the first is"]) == list(table["the first is"])
