@@ -232,8 +232,8 @@ def test_conclusions_name_who_is_faster_than_noise_and_by_how_much():
         "on this machine DDP + top 1 % is neither faster nor slower beyond noise (step x 1.00, 1.00 to 1.00)."
     )
     assert machine.startswith(
-        "On this machine, DDP in bf16 is 2.00 times as fast as DDP. The largest ratios: DDP, 2 micro-batches (2 times). "
-        "2 of 4 techniques are neither faster nor slower beyond noise."
+        "On this machine, DDP in bf16 is 2.00 times as fast as DDP. The largest ratios: DDP, 2 micro-batches "
+        "(2 times). 2 of 4 techniques are neither faster nor slower beyond noise."
     )
     assert memory.startswith("DDP, 2 micro-batches needs least memory: 501 B a rank, 50 % of DDP")
     few = concluded(grid_rows().query("round < 5"))
@@ -288,7 +288,7 @@ def test_bars_are_blue_or_orange_only_beyond_noise():
     bars = next(one for one in figure.axes[0].collections if isinstance(one, PolyCollection))
     names = [style.BLUE, style.GREY, style.GREY, style.GREY, style.GREY, style.ORANGE]
     assert [to_hex(colour) for colour in bars.get_facecolor()] == [to_hex(name) for name in names]
-    assert "blue: faster, orange: slower, grey: undecided; lines: 95 %" in figure.axes[0].get_xlabel()
+    assert "blue: faster, orange: slower, grey: unclear; lines: 95 %" in figure.axes[0].get_xlabel()
 
 
 def test_a_title_does_not_name_the_noise():
