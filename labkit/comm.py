@@ -21,6 +21,7 @@ from torch.distributed import ReduceOp
 
 from labkit import gloo_workarounds
 from labkit.comm_log import HOST, Event, HostClock, MeteredWork, metered, record
+from labkit.ring_cost import sent_of_splits
 
 __all__ = [
     "HOST",
@@ -58,9 +59,15 @@ def _finish(work):
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
-    """Replace every rank's tensor with the sum (or op) of all of them, in place."""
+    """Replace every rank's tensor with the sum (or op) of all of them, in place.
+
+    On gloo two ranks swap a small tensor whole, and add: as many bytes, in one message, not two.
+    """
 
     def launch():
+        if op == ReduceOp.SUM and gloo_workarounds.swaps(tensor, group):
+            work = gloo_workarounds.all_reduce(tensor, group)
+            return work if async_op else _finish(work)
         return dist.all_reduce(tensor, op, group, async_op)
 
     return metered("all_reduce", group, tensor, async_op, launch)
@@ -130,11 +137,9 @@ def all_to_all(
         return dist.all_to_all_single(*split, async_op)
 
     def sent(n, payload):
-        """Return the bytes of the payload without the part that the rank keeps."""
         if not input_split_sizes:
             return payload - payload // n
-        kept = input_split_sizes[dist.get_rank(group)]
-        return payload - payload * kept // max(1, sum(input_split_sizes))
+        return sent_of_splits(payload, input_split_sizes, dist.get_rank(group))
 
     return metered("all_to_all", group, input, async_op, launch, sent=sent)
 

@@ -1,6 +1,8 @@
 """Replacements for operations of gloo, the backend for CPUs: fewer bytes or copies, same result.
 
     operation        here                                    gloo
+    all_reduce       two ranks, at most 1 MiB: each sends    sends halves, twice in a row
+                     all of it at once, and adds
     all_gather       each rank sends its part to each rank   copies all parts twice more
                      in place
     all_to_all       both directions at once                 the directions may alternate
@@ -24,6 +26,7 @@ import torch.distributed as dist
 
 FAKE_GLOO = "labkit_fake_gloo"  # ranks of labkit.memory.dry_run: nothing is sent
 TAG = 1 << 30  # far from the tags that users choose
+LARGEST = 1 << 20  # bytes that are added in one piece; more would need pieces, and more memory
 
 _thread = local()
 
@@ -80,24 +83,42 @@ class All:
 
 
 class Sum(All):
-    """Several Works whose parts, when all have arrived, are added up into output."""
+    """Several Works whose parts, when all have arrived, are added up into output.
 
-    def __init__(self, works, output, parts):
+    parts: by rank. buffer: the memory of those that arrive.
+    """
+
+    def __init__(self, works, output, parts, buffer):
         super().__init__(works, output)
         self.parts = parts
+        self.buffer = buffer
 
     def _complete(self, *timeout):
         super()._complete(*timeout)
+        self._add()
+
+    def _add(self):
         if self.parts is not None:
             add_up(self.parts, self.output)
-            self.parts.untyped_storage().resize_(0)  # now, not when gloo's thread lets go
-            self.parts = None
+            self.buffer.untyped_storage().resize_(0)  # now, not when gloo's thread lets go
+            self.parts = self.buffer = None
 
     def is_completed(self):
         return super().is_completed() and self.parts is None
 
     def get_future(self):
         raise RuntimeError("a reduce_scatter on gloo is complete only when wait() returns")
+
+
+class SmallSum(Sum):
+    """A Sum with a future: the thread that completes it adds, as in gloo's own all_reduce."""
+
+    get_future = All.get_future
+
+    def _told(self, arrived):
+        told = super()._told(arrived)
+        self._add()
+        return told
 
 
 def add_up(parts, output):
@@ -119,6 +140,26 @@ def on_loopback():
     return os.environ.get("GLOO_SOCKET_IFNAME") in ("lo", "lo0")
 
 
+def swaps(tensor, group=None):
+    """Return whether all_reduce() below serves for a sum."""
+    dense = tensor.is_contiguous() and not tensor.is_complex()
+    small = dense and 0 < tensor.nbytes <= LARGEST
+    return small and dist.get_world_size(group) == 2 and serves(tensor, group)
+
+
+def all_reduce(tensor, group=None):
+    """As comm.all_reduce with async_op, of a tensor that swaps(): returns the Work."""
+    own = tensor.detach()
+    arrived = torch.empty_like(own)
+    parts = pair(own, arrived, group)
+    return SmallSum(_exchange([own, own], parts, group), own, parts, arrived)
+
+
+def pair(own, other, group):
+    """Return what this rank has and what the other of two ranks has, in the order of the ranks."""
+    return [own, other] if dist.get_rank(group) == 0 else [other, own]
+
+
 def all_to_all(output, input, output_split_sizes=None, input_split_sizes=None, group=None):
     """As comm.all_to_all with async_op: returns the Work."""
     n = dist.get_world_size(group)
@@ -131,13 +172,18 @@ def all_to_all(output, input, output_split_sizes=None, input_split_sizes=None, g
 
 def reduce_scatter(output, input, group=None):
     """As comm.reduce_scatter with async_op: returns the Work."""
-    outgoing = input.view(dist.get_world_size(group), output.numel())
+    n = dist.get_world_size(group)
+    outgoing = input.view(n, output.numel())
+    if n == 2:  # add to this rank's part where it is
+        arrived = torch.empty_like(outgoing[0])
+        parts = pair(outgoing[dist.get_rank(group)], arrived, group)
+        return Sum(_exchange(outgoing, parts, group), output.view(-1), parts, arrived)
     parts = torch.empty_like(outgoing)
     if on_loopback():
         works = [dist.all_to_all_single(parts, outgoing, group=group, async_op=True)]
     else:
         works = _exchange(outgoing, parts, group)
-    return Sum(works, output.view(-1), parts)
+    return Sum(works, output.view(-1), parts, parts)
 
 
 def all_gather(output, input, group=None):
@@ -151,7 +197,7 @@ def all_gather(output, input, group=None):
 
 def _share(mine, parts, group):
     """Return the Works that fill parts[r] with the part of rank r. mine: this rank's own."""
-    if not on_loopback():
+    if not on_loopback() or len(parts) == 2:
         return _exchange([mine] * len(parts), parts, group)
     works = []
     try:
@@ -177,6 +223,8 @@ def _exchange(outgoing, incoming, group):
     rank, n, works = dist.get_rank(group), dist.get_world_size(group), []
     if incoming[rank].data_ptr() != outgoing[rank].data_ptr():
         incoming[rank].copy_(outgoing[rank])
+    if n == 2 and on_loopback():
+        return [_swap(outgoing[1 - rank], incoming[1 - rank], group)]
     others = peers(rank, n)
     try:
         for r in others:
@@ -190,3 +238,9 @@ def _exchange(outgoing, incoming, group):
     finally:
         _thread.continues = False
     return works
+
+
+def _swap(outgoing, incoming, group):
+    """As _exchange between two ranks, in one Work of gloo's own threads."""
+    sizes = pair(0, outgoing.numel(), group)
+    return dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), sizes, sizes, group, True)

@@ -32,6 +32,11 @@ def sent_bytes(op, n, payload):
     return ROUNDS[op] * (n - 1) * payload // n
 
 
+def sent_of_splits(payload, sizes, rank):
+    """Bytes that a rank sends in an all_to_all: all but its own part. sizes: rows for each rank."""
+    return payload - payload * sizes[rank] // max(1, sum(sizes))
+
+
 def share(op, n):
     """Bytes that one of n ranks sends, as a multiple of the payload: a float."""
     return ROUNDS[op] * (n - 1) / n

@@ -10,11 +10,12 @@ derived from the payload by the ring formula of labkit.ring_cost.
 """
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from labkit import gloo_workarounds
-from labkit.ring_cost import sent_bytes
+from labkit.ring_cost import sent_bytes, sent_of_splits
 
 # operator -> (index of the argument that holds the payload, the operation of labkit.ring_cost)
 OPERATORS = {
@@ -61,4 +62,9 @@ class TrafficCounter(TorchDispatchMode):
         payload = sum(t.nbytes for t in tree_leaves(args[position]) if isinstance(t, torch.Tensor))
         self.messages += not gloo_workarounds.continues()
         self.payload_bytes += payload
-        self.sent_bytes += sent_bytes(op, self.world_size, payload)
+        sizes = args[4] if op == "all_to_all" else None
+        if sizes:
+            rank = dist.ProcessGroup.unbox(args[2]).rank()
+            self.sent_bytes += sent_of_splits(payload, sizes, rank)
+        else:
+            self.sent_bytes += sent_bytes(op, self.world_size, payload)
