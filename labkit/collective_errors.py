@@ -51,10 +51,14 @@ class Together:
         self.group = None if alone else dist.new_group(backend="gloo")
 
     def tell(self, value):
-        """Gather the values of all ranks, in order. value: JSON-serializable."""
+        """Gather the values of all ranks, in order. value: JSON-serializable.
+
+        Equal values are one object: do not change them.
+        """
         text = json.dumps(value).encode()
         texts = [text] if self.n == 1 else gather_bytes(text, self.group)
-        return [json.loads(one) for one in texts]
+        values = {one: json.loads(one) for one in set(texts)}
+        return [values[one] for one in texts]
 
     def agree(self, message):
         """Raise the error on all ranks if any rank passes a message; "" means no error."""

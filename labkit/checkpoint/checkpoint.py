@@ -72,6 +72,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1)
         self._under_way = None
         self._host = {}  # {key: host buffer}
+        self._written = {}  # {step: (SHA-256, manifest)} of this run, on rank 0
         self._damaged = set()  # steps that load() has skipped
         self._lineage = []  # [step, serial] of the checkpoints that this run has loaded and saved
         error = ""
@@ -179,12 +180,13 @@ class Checkpoints:
         facts_of_ranks = self.together.tell(facts)
         with self.together.agreed(failed):
             if self.rank == 0:
-                others = manifests_in(self.store)
+                others = manifests_in(self.store, self._written)
+                self._written = {at: one for at, one in self._written.items() if at in others}
                 about = next_place(others, step, self._lineage)
                 manifest = metadata.merge(
                     facts_of_ranks, world_size=self.n, metrics=metrics, **about
                 )
-                metadata.write(self.store, folder, manifest)
+                self._written[step] = metadata.write(self.store, folder, manifest), manifest
                 self._lineage = lineage_of(manifest)
         self._damaged.discard(step)
         with self.together.agreed(

@@ -116,13 +116,18 @@ def whole_number(value):
 
 
 def write(store, folder, manifest):
+    """Write the manifest of a folder, durably. Return its SHA-256."""
     text = json.dumps(manifest)
-    signed = f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode()
-    store.write(f"{folder}/{NAME}", lambda file: file.write(signed))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    store.write(f"{folder}/{NAME}", lambda file: file.write(f"{digest}\n{text}".encode()))
+    return digest
 
 
-def read(store, folder):
-    """Return (manifest, "") or (None, reason)."""
+def read(store, folder, written=("", None)):
+    """Return (manifest, "") or (None, reason).
+
+    written: (SHA-256, manifest) of what this run wrote there. The same text is not parsed again.
+    """
     try:
         with store.open(f"{folder}/{NAME}") as file:
             digest, _, text = file.read(LONGEST).partition(b"\n")
@@ -132,6 +137,8 @@ def read(store, folder):
         return None, f"cannot read its manifest: {reason}"
     if hashlib.sha256(text).hexdigest().encode() != digest:
         return None, "its manifest is damaged"
+    if digest.decode() == written[0]:
+        return written[1], ""
     try:
         manifest = json.loads(text)
         if manifest["format"] not in (FORMAT, *OLDER):

@@ -27,9 +27,16 @@ def steps_in(store):
     return sorted(int(n) for n in numbers if n.isdecimal() and store.has(folder_of(int(n))))
 
 
-def manifests_in(store):
-    """Return {step: its manifest, or None if it cannot be read}."""
-    return {step: metadata.read(store, folder_of(step))[0] for step in steps_in(store)}
+def manifests_in(store, written=None):
+    """Return {step: its manifest, or None if it cannot be read}.
+
+    written: {step: (SHA-256, manifest)} that this run wrote, which need not be parsed again.
+    """
+    found = {}
+    for step in steps_in(store):
+        known = (written or {}).get(step, ("", None))
+        found[step], _ = metadata.read(store, folder_of(step), known)
+    return found
 
 
 def age(one):
@@ -98,6 +105,6 @@ def prune(store, found, step, keep, best, damaged):
         # The manifest first, so that a half-removed checkpoint is invalid.
         store.remove(f"{folder_of(other)}/{metadata.NAME}")
         store.remove(folder_of(other))
-    named = {metadata.NAME, *metadata.files(store, folder_of(step))}
+    named = {metadata.NAME, *(file["name"] for file in found[step]["files"])}
     for name in set(store.names(folder_of(step))) - named:
         store.remove(f"{folder_of(step)}/{name}")

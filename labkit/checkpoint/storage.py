@@ -1,6 +1,6 @@
 """A directory, local or at any fsspec URL, with atomic writes: a file is complete or absent.
 
-    local     write NAME.part, fsync, rename to NAME, fsync the directory
+    local     write NAME.part by pieces, fsync, rename to NAME, fsync the directory
     s3://     an object gets its name when its upload is complete; a directory is only a prefix
     others    write NAME.part, move to NAME
 
@@ -28,6 +28,29 @@ from labkit.open_without_links import lock_file, new_file, no_link
 def without_password(url):
     """Return the URL for messages, without user and password."""
     return re.sub("(?<=://)[^/@]*@", "", str(url))
+
+
+PIECE = 8 << 20  # bytes
+
+
+class Piecewise:
+    """An open file whose pieces go to the disk while the next ones are hashed and written.
+
+    Otherwise the disk would be idle until fsync. Only Linux can be asked for it.
+    """
+
+    def __init__(self, file):
+        self.file = file
+        self.begun = 0
+
+    def write(self, data):
+        self.file.write(data)
+        end = self.file.tell()
+        if end - self.begun >= PIECE and hasattr(os, "posix_fadvise"):
+            self.file.flush()
+            piece = self.begun, end - self.begun
+            os.posix_fadvise(self.file.fileno(), *piece, os.POSIX_FADV_DONTNEED)
+            self.begun = end
 
 
 class Store:
@@ -86,7 +109,7 @@ class Store:
         part = final.with_name(f"{final.name}.part")
         try:
             with new_file(part) as file:
-                result = fill(file)
+                result = fill(Piecewise(file))
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(final)
