@@ -61,12 +61,12 @@ def _finish(work):
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Replace every rank's tensor with the sum (or op) of all of them, in place.
 
-    On gloo two ranks swap a small tensor whole, and add: as many bytes, in one message, not two.
+    On gloo two ranks swap a small tensor whole: as many bytes, in one message, not two.
     """
 
     def launch():
-        if op == ReduceOp.SUM and gloo_workarounds.swaps(tensor, group):
-            work = gloo_workarounds.all_reduce(tensor, group)
+        if gloo_workarounds.swaps(tensor, op, group):
+            work = gloo_workarounds.all_reduce(tensor, op, group)
             return work if async_op else _finish(work)
         return dist.all_reduce(tensor, op, group, async_op)
 

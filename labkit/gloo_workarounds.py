@@ -2,7 +2,7 @@
 
     operation        here                                    gloo
     all_reduce       two ranks, at most 1 MiB: each sends    sends halves, twice in a row
-                     all of it at once, and adds
+                     all of it at once
     all_gather       each rank sends its part to each rank   copies all parts twice more
                      in place
     all_to_all       both directions at once                 the directions may alternate
@@ -23,9 +23,11 @@ from threading import Thread, local
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ReduceOp
 
 FAKE_GLOO = "labkit_fake_gloo"  # ranks of labkit.memory.dry_run: nothing is sent
 TAG = 1 << 30  # far from the tags that users choose
+SMALL = {ReduceOp.SUM: torch.add, ReduceOp.MAX: torch.maximum, ReduceOp.MIN: torch.minimum}
 LARGEST = 1 << 20  # bytes that are added in one piece; more would need pieces, and more memory
 
 _thread = local()
@@ -85,13 +87,14 @@ class All:
 class Sum(All):
     """Several Works whose parts, when all have arrived, are added up into output.
 
-    parts: by rank. buffer: the memory of those that arrive.
+    parts: by rank. buffer: the memory of those that arrive. add: function (parts, output).
     """
 
-    def __init__(self, works, output, parts, buffer):
+    def __init__(self, works, output, parts, buffer, add):
         super().__init__(works, output)
         self.parts = parts
         self.buffer = buffer
+        self.add = add
 
     def _complete(self, *timeout):
         super()._complete(*timeout)
@@ -99,7 +102,7 @@ class Sum(All):
 
     def _add(self):
         if self.parts is not None:
-            add_up(self.parts, self.output)
+            self.add(self.parts, self.output)
             self.buffer.untyped_storage().resize_(0)  # now, not when gloo's thread lets go
             self.parts = self.buffer = None
 
@@ -110,8 +113,8 @@ class Sum(All):
         raise RuntimeError("a reduce_scatter on gloo is complete only when wait() returns")
 
 
-class SmallSum(Sum):
-    """A Sum with a future: the thread that completes it adds, as in gloo's own all_reduce."""
+class Swap(Sum):
+    """A Sum with a future, which gloo's thread completes, as it would complete an all_reduce."""
 
     get_future = All.get_future
 
@@ -140,19 +143,23 @@ def on_loopback():
     return os.environ.get("GLOO_SOCKET_IFNAME") in ("lo", "lo0")
 
 
-def swaps(tensor, group=None):
-    """Return whether all_reduce() below serves for a sum."""
+def swaps(tensor, op, group=None):
+    """Return whether all_reduce() below serves."""
     dense = tensor.is_contiguous() and not tensor.is_complex()
-    small = dense and 0 < tensor.nbytes <= LARGEST
+    small = dense and 0 < tensor.nbytes <= LARGEST and op in SMALL
     return small and dist.get_world_size(group) == 2 and serves(tensor, group)
 
 
-def all_reduce(tensor, group=None):
+def all_reduce(tensor, op, group=None):
     """As comm.all_reduce with async_op, of a tensor that swaps(): returns the Work."""
     own = tensor.detach()
     arrived = torch.empty_like(own)
     parts = pair(own, arrived, group)
-    return SmallSum(_exchange([own, own], parts, group), own, parts, arrived)
+
+    def combine(parts, output):
+        SMALL[op](*parts, out=output)
+
+    return Swap(_exchange([own, own], parts, group), own, parts, arrived, combine)
 
 
 def pair(own, other, group):
@@ -177,13 +184,13 @@ def reduce_scatter(output, input, group=None):
     if n == 2:  # add to this rank's part where it is
         arrived = torch.empty_like(outgoing[0])
         parts = pair(outgoing[dist.get_rank(group)], arrived, group)
-        return Sum(_exchange(outgoing, parts, group), output.view(-1), parts, arrived)
+        return Sum(_exchange(outgoing, parts, group), output.view(-1), parts, arrived, add_up)
     parts = torch.empty_like(outgoing)
     if on_loopback():
         works = [dist.all_to_all_single(parts, outgoing, group=group, async_op=True)]
     else:
         works = _exchange(outgoing, parts, group)
-    return Sum(works, output.view(-1), parts, parts)
+    return Sum(works, output.view(-1), parts, parts, add_up)
 
 
 def all_gather(output, input, group=None):

@@ -493,6 +493,23 @@ def test_checkpoints_without_a_serial_number_go_by_their_step(tmp_path):
     assert latest(tmp_path) == (9, 9)
 
 
+def test_a_manifest_that_this_run_wrote_is_not_parsed_again_unless_it_has_changed(tmp_path, monkeypatch):
+    parsed = []
+    monkeypatch.setattr(metadata, "check", lambda manifest, check=metadata.check: parsed.append(check(manifest)))
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    state = {"model": nn.Linear(4, 1)}
+    for step in (1, 2, 3):
+        checkpoints.save(step, state)
+        checkpoints.wait()
+        assert len(parsed) == step  # the new one
+    flip(tmp_path / "step-000000003" / "manifest.json", 200)
+    for step in (4, 5):
+        checkpoints.save(step, state)
+        checkpoints.wait()
+    assert checkpoints.steps() == [4, 5] and (tmp_path / "step-000000003").exists()  # damaged: not removed
+    checkpoints.close()
+
+
 # ---- damage
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from labkit import comm, comm_log
+from labkit import comm, comm_log, gloo_workarounds
 from labkit.replicas import gather_bytes
 
 
@@ -495,3 +495,35 @@ def payloads(rank, n):
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_payloads_are_sent_only_where_they_differ(ranks, n):
     ranks(n, payloads)
+
+
+KINDS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
+
+
+def as_torch_does(rank, n):
+    """Every operation and dtype, of tensors small and large, contiguous or not: the same bits as torch's."""
+    dice = torch.Generator().manual_seed(rank)
+    operations = [getattr(dist.ReduceOp, name) for name in ("SUM", "MAX", "MIN", "PRODUCT")]
+    shapes = [(), (1,), (3, 5), (0,), (gloo_workarounds.LARGEST // 8 + 1,)]
+    seen = set()
+    for op in operations:
+        for dtype in KINDS:
+            for shape in shapes:
+                x = (10 * torch.randn(shape, generator=dice)).abs().to(dtype)
+                for ours in (x.clone(), x.clone().t().contiguous().t() if x.dim() == 2 else x.clone()):
+                    theirs = ours.clone()
+                    seen.add(gloo_workarounds.swaps(ours, op))
+                    comm.all_reduce(ours, op)
+                    dist.all_reduce(theirs, op)
+                    assert ours.equal(theirs), (op, dtype, shape)
+    assert seen == ({True, False} if n == 2 else {False})
+    leaf = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        comm.all_reduce(leaf)
+    assert leaf.tolist() == [n, n]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("body", [partial(over_a_cable, as_torch_does), as_torch_does], ids=["cable", "loopback"])
+def test_all_reduce_is_torchs(ranks, n, body):
+    ranks(n, body)
