@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from labkit.torch_private import timeout_of
+
 FAKE_GLOO = "labkit_fake_gloo"  # ranks of labkit.memory.dry_run: nothing is sent
 TAG = 1 << 30  # far from the tags that users choose
 SMALL = {ReduceOp.SUM: torch.add, ReduceOp.MAX: torch.maximum, ReduceOp.MIN: torch.minimum}
@@ -82,6 +84,23 @@ class All:
             self.future.set_exception(error)
         else:
             self.future.set_result([self.output])
+
+
+class Message:
+    """A Work of isend or irecv that waits no longer than the group's timeout of today.
+
+    gloo's own waits for as long as the group's timeout was when the group was made.
+    """
+
+    def __init__(self, work, timeout):
+        self.work = work
+        self.timeout = timeout
+
+    def wait(self, *timeout):
+        return self.work.wait(*(timeout or [self.timeout]))
+
+    def get_future(self):
+        return self.work.get_future()
 
 
 class Sum(All):
@@ -152,7 +171,7 @@ def swaps(tensor, op, group=None):
 
 def all_reduce(tensor, op, group=None):
     """As comm.all_reduce with async_op, of a tensor that swaps(): returns the Work."""
-    own = tensor.detach()
+    own = tensor.data  # like a backend's own write, this one is none that autograd counts
     arrived = torch.empty_like(own)
     parts = pair(own, arrived, group)
 
@@ -244,7 +263,10 @@ def _exchange(outgoing, incoming, group):
                 _thread.continues = True
     finally:
         _thread.continues = False
-    return works
+    if outgoing[rank].is_meta:  # a dry run sends nothing
+        return works
+    timeout = timeout_of(group)
+    return [Message(work, timeout) for work in works]
 
 
 def _swap(outgoing, incoming, group):

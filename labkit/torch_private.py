@@ -89,6 +89,12 @@ def set_timeout(timeout):
     distributed_c10d._set_pg_timeout(timeout)
 
 
+def timeout_of(group=None):
+    """Return the timeout of a group on the CPU, a datetime.timedelta. None: the default group."""
+    backend = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+    return backend.options._timeout
+
+
 @cache
 def register_fake_backends(*names):
     """Register PyTorch's fake backend, which sends nothing, for the CPU and the meta device."""
