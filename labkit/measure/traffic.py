@@ -6,7 +6,8 @@
 
 `comm.record()` sees labkit's own messages, with times. A dispatch mode below all Python wrappers
 also sees PyTorch's, but only their start. Messages and payload are counted; bytes sent per rank are
-derived from the payload by the ring formula of labkit.ring_cost.
+derived from the payload by the ring formula of labkit.ring_cost. Where labkit.gloo_workarounds
+sends an operation as other ones, its payload is that of the operation.
 """
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from labkit import gloo_workarounds
+from labkit.comm_log import record
 from labkit.ring_cost import sent_bytes, sent_of_splits
 
 # operator -> (index of the argument that holds the payload, the operation of labkit.ring_cost)
@@ -30,6 +32,9 @@ OPERATORS = {
 }
 
 
+REPLACED = ("all_reduce", "reduce_scatter", "all_gather")  # by labkit.gloo_workarounds
+
+
 class TrafficCounter(TorchDispatchMode):
     """A context manager that counts messages (operations), payload_bytes and sent_bytes.
 
@@ -42,6 +47,21 @@ class TrafficCounter(TorchDispatchMode):
         super().__init__()
         self.world_size = world_size
         self.messages = self.payload_bytes = self.sent_bytes = 0
+        self._log = record(self, timed=False)
+        self._begun = None  # the operation of labkit.comm whose messages follow, if of REPLACED
+        self._under_way = None  # that of the last message
+
+    def __enter__(self):
+        self._log.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self._log.__exit__(*error)
+        return super().__exit__(*error)
+
+    def append(self, event):
+        """Note an operation of labkit.comm: its messages follow."""
+        self._begun = event if event.op in REPLACED else None
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -60,8 +80,14 @@ class TrafficCounter(TorchDispatchMode):
             )
         position, op = OPERATORS[name]
         payload = sum(t.nbytes for t in tree_leaves(args[position]) if isinstance(t, torch.Tensor))
-        self.messages += not gloo_workarounds.continues()
-        self.payload_bytes += payload
+        first = not gloo_workarounds.continues()
+        self.messages += first
+        if first:
+            self._under_way, self._begun = self._begun, None
+        if self._under_way is None:
+            self.payload_bytes += payload
+        elif first:
+            self.payload_bytes += self._under_way.payload_bytes
         sizes = args[4] if op == "all_to_all" else None
         if sizes:
             rank = dist.ProcessGroup.unbox(args[2]).rank()

@@ -1,5 +1,8 @@
 """The traffic counter agrees with the log of labkit.comm, and sees what PyTorch sends from C++."""
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -59,3 +62,29 @@ def unknown(rank, world_size):
 
 def test_a_collective_without_a_formula_is_named(ranks):
     assert ranks(2, unknown) == [True, True]
+
+
+def counted_twice(rank, n):
+    """What labkit's log says of its own operations, and the counter of the same."""
+    x, part, whole = torch.ones(12 * n), torch.empty(12), torch.empty(12 * n)
+    with comm.record() as log, TrafficCounter(n) as traffic:
+        comm.all_reduce(x)
+        comm.reduce_scatter(part, x)
+        comm.all_gather(whole, part)
+        comm.barrier()
+        dist.all_reduce(whole)  # not labkit's
+    payload = sum(event.payload_bytes for event in log) + whole.nbytes
+    sent = sum(event.sent_bytes for event in log) + 2 * (n - 1) * whole.nbytes // n
+    return traffic.messages, traffic.payload_bytes - payload, traffic.sent_bytes - sent
+
+
+def over_a_cable(rank, n):
+    """As if the ranks were on machines of their own."""
+    with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="eth0"):
+        return counted_twice(rank, n)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_operations_that_go_as_others_count_as_themselves(ranks, n):
+    assert ranks(n, counted_twice) == [(4, 0, 0)] * n
+    assert ranks(n, over_a_cable) == [(4, 0, 0)] * n
