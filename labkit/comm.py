@@ -61,7 +61,8 @@ def _finish(work):
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Replace every rank's tensor with the sum (or op) of all of them, in place.
 
-    On gloo two ranks swap a small tensor whole: as many bytes, in one message, not two.
+    On gloo two ranks swap a small tensor whole: as many bytes, in one message, not two. Wait for
+    the Work: only that completes it.
     """
 
     def launch():
@@ -100,7 +101,8 @@ def all_gather(output, input, group=None, async_op=False):
     """Set output to the inputs of all ranks, in the order of the ranks.
 
     output: n times the elements of input, contiguous. On gloo each rank sends its input to every
-    other rank, on loopback by n broadcasts, because gloo's own copies everything twice more.
+    other rank, on loopback by n broadcasts (two ranks by an all_to_all), because gloo's own copies
+    everything twice more.
     """
 
     def launch():

@@ -1,4 +1,4 @@
-"""Replacements for operations of gloo, the backend for CPUs: fewer bytes or copies, same result.
+"""Replacements for operations of gloo, the backend for CPUs: fewer bytes, copies or messages.
 
     operation        here                                    gloo
     all_reduce       two ranks, at most 1 MiB: each sends    sends halves, twice in a row
@@ -12,7 +12,7 @@
 A sender in gloo waits for the receiver's request, and a rank's requests wait behind its own sends.
 So all receives are posted before any send, and both directions of a link are used at once. On
 loopback, every message costs CPU time and alternating directions costs nothing. There gloo's own
-threads do the work: n broadcasts at once, and gloo's all_to_all. The thread that computes posts the
+threads do the work: n broadcasts at once, or gloo's all_to_all. The thread that computes posts the
 messages, and it waits for the lock of a connection.
 
 Sent per rank: as by the operation that is replaced, under whose name comm.py logs it.
@@ -133,7 +133,7 @@ class Sum(All):
 
 
 class Swap(Sum):
-    """A Sum with a future, which gloo's thread completes, as it would complete an all_reduce."""
+    """A Sum with a future. Without one, it is complete only when wait() returns."""
 
     get_future = All.get_future
 

@@ -7,7 +7,8 @@
     send, exchange                         P                              1
     recv, barrier                          0                              0, n-1
 
-On gloo an all_reduce of at most 1 MiB by two ranks is one message (labkit/gloo_workarounds.py).
+On gloo, two ranks of labkit.comm reduce at most 1 MiB in one message (gloo_workarounds.py), which
+no formula here knows.
 The payload is the tensor before it is cut or after it is put together. A broadcast's bytes are the
 mean over the ranks: n-1 of them must get P.
 Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009;

@@ -7,7 +7,7 @@
 `comm.record()` sees labkit's own messages, with times. A dispatch mode below all Python wrappers
 also sees PyTorch's, but only their start. Messages and payload are counted; bytes sent per rank are
 derived from the payload by the ring formula of labkit.ring_cost. Where labkit.gloo_workarounds
-sends an operation as other ones, its payload is that of the operation.
+sends an operation of REPLACED as other ones, its payload is that of the operation.
 """
 
 import torch
