@@ -58,11 +58,17 @@ def _finish(work):
     work.wait()  # and return None, like torch's synchronous operations
 
 
+def _message(work, tensor, group, async_op):
+    if work is None:  # not a member of the group: torch has warned
+        return None
+    [work] = gloo_workarounds.with_timeout([work], tensor, group)
+    return work if async_op else _finish(work)
+
+
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Replace every rank's tensor with the sum (or op) of all of them, in place.
 
-    On gloo two ranks swap a small tensor whole: as many bytes, in one message, not two. Wait for
-    the Work: only that completes it.
+    On gloo two ranks swap a small tensor whole: as many bytes, in one message, not two.
     """
 
     def launch():
@@ -150,7 +156,8 @@ def send(tensor, dst, group=None, async_op=False):
     """Send a contiguous tensor to dst (a rank within the group), which must call recv."""
 
     def launch():
-        return (dist.isend if async_op else dist.send)(tensor, group=group, group_dst=dst)
+        work = dist.isend(tensor, group=group, group_dst=dst)
+        return _message(work, tensor, group, async_op)
 
     def pairs(rank):
         return ((rank, dst),)
@@ -162,7 +169,8 @@ def recv(tensor, src, group=None, async_op=False):
     """Fill a contiguous tensor with the one that src (a rank within the group) sends."""
 
     def launch():
-        return (dist.irecv if async_op else dist.recv)(tensor, group=group, group_src=src)
+        work = dist.irecv(tensor, group=group, group_src=src)
+        return _message(work, tensor, group, async_op)
 
     def pairs(rank):
         return ((src, rank),)
@@ -182,11 +190,10 @@ def exchange(outgoing, dst, incoming, src, group=None, async_op=False):
         works = dist.batch_isend_irecv(
             [receive, dist.P2POp(dist.isend, outgoing, group=group, group_peer=dst)]
         )
+        works = gloo_workarounds.with_timeout(works, outgoing, group)
         fused = len(works) == 1  # by NCCL
         work = works[0] if fused else gloo_workarounds.All(works)
-        if async_op:
-            return work
-        work.wait()
+        return work if async_op else _finish(work)
 
     def pairs(rank):
         return (rank, dst), (src, rank)

@@ -19,6 +19,8 @@ Sent per rank: as by the operation that is replaced, under whose name comm.py lo
 """
 
 import os
+from contextlib import suppress
+from datetime import timedelta
 from threading import Thread, local
 
 import torch
@@ -31,6 +33,7 @@ FAKE_GLOO = "labkit_fake_gloo"  # ranks of labkit.memory.dry_run: nothing is sen
 TAG = 1 << 30  # far from the tags that users choose
 SMALL = {ReduceOp.SUM: torch.add, ReduceOp.MAX: torch.maximum, ReduceOp.MIN: torch.minimum}
 LARGEST = 1 << 20  # bytes that are added in one piece; more would need pieces, and more memory
+FOREVER = timedelta(0)  # to torch, no timeout but that of the group
 
 _thread = local()
 
@@ -46,20 +49,20 @@ class All:
     def __init__(self, works, output=None):
         self.works, self.output, self.future = works, output, None
 
-    def wait(self, *timeout):
+    def wait(self, timeout=FOREVER):
         if self.future is not None:
             self.future.wait()
         else:
-            self._complete(*timeout)
+            self._complete(timeout)
         return True
 
-    def _complete(self, *timeout):
+    def _complete(self, timeout=FOREVER):
         while self.works:
-            self.works[0].wait(*timeout)
+            self.works[0].wait(timeout)
             del self.works[0]  # waited for again, gloo would expect one more message
 
     def is_completed(self):
-        return not self.works
+        return self.get_future().done()
 
     def get_future(self):
         """Of [output]. Messages have no future in gloo: a thread waits for them."""
@@ -96,59 +99,69 @@ class Message:
         self.work = work
         self.timeout = timeout
 
-    def wait(self, *timeout):
-        return self.work.wait(*(timeout or [self.timeout]))
+    def wait(self, timeout=FOREVER):
+        return self.work.wait(timeout or self.timeout)
 
-    def get_future(self):
-        return self.work.get_future()
+    def __getattr__(self, name):
+        return getattr(self.work, name)
 
 
 class Sum(All):
     """Several Works whose parts, when all have arrived, are added up into output.
 
-    parts: by rank. buffer: the memory of those that arrive. add: function (parts, output).
+    parts: by rank. buffer: the memory of those that arrive. op: a key of SMALL if n is 2, else SUM.
     """
 
-    def __init__(self, works, output, parts, buffer, add):
+    def __init__(self, works, output, parts, buffer, op=ReduceOp.SUM):
         super().__init__(works, output)
         self.parts = parts
         self.buffer = buffer
-        self.add = add
+        self.op = op
 
-    def _complete(self, *timeout):
-        super()._complete(*timeout)
-        self._add()
+    def _complete(self, timeout=FOREVER):
+        super()._complete(timeout)
+        self._reduce()
 
-    def _add(self):
+    def _reduce(self):
         if self.parts is not None:
-            self.add(self.parts, self.output)
+            reduce_parts(self.parts, self.output, self.op)
             self.buffer.untyped_storage().resize_(0)  # now, not when gloo's thread lets go
             self.parts = self.buffer = None
 
     def is_completed(self):
-        return super().is_completed() and self.parts is None
+        return self.parts is None
 
     def get_future(self):
         raise RuntimeError("a reduce_scatter on gloo is complete only when wait() returns")
 
 
 class Swap(Sum):
-    """A Sum with a future. Without one, it is complete only when wait() returns."""
+    """A Sum with a future, which completes by itself if nobody waits for it, as gloo's does."""
 
     get_future = All.get_future
+    is_completed = All.is_completed
 
     def _told(self, arrived):
         told = super()._told(arrived)
-        self._add()
+        self._reduce()
         return told
 
+    def __del__(self):
+        if self.works and self.future is None:
+            with suppress(RuntimeError):  # the interpreter is about to exit
+                self.get_future()
 
-def add_up(parts, output):
-    """The sum of parts, in the order of the ranks. For two, torch.add takes half the time."""
-    if len(parts) == 2:
-        torch.add(*parts, out=output)
-    else:
-        torch.sum(parts, 0, out=output)
+
+def reduce_parts(parts, output, op):
+    """The sum (or op) of parts, in the order of the ranks. For two, torch.add takes half the time.
+
+    Inference mode lets it write into tensors that were made in that mode, as a backend may.
+    """
+    with torch.inference_mode():
+        if len(parts) == 2:
+            SMALL[op](*parts, out=output)
+        else:
+            torch.sum(parts, 0, out=output)
 
 
 def serves(tensor, group=None):
@@ -164,21 +177,20 @@ def on_loopback():
 
 def swaps(tensor, op, group=None):
     """Return whether all_reduce() below serves."""
-    dense = tensor.is_contiguous() and not tensor.is_complex()
+    dense = tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_complex()
     small = dense and 0 < tensor.nbytes <= LARGEST and op in SMALL
     return small and dist.get_world_size(group) == 2 and serves(tensor, group)
 
 
 def all_reduce(tensor, op, group=None):
-    """As comm.all_reduce with async_op, of a tensor that swaps(): returns the Work."""
+    """As comm.all_reduce with async_op, of a tensor that swaps(): returns the Work.
+
+    Unlike gloo's, the maximum or minimum of NaN and a number is NaN.
+    """
     own = tensor.data  # like a backend's own write, this one is none that autograd counts
     arrived = torch.empty_like(own)
     parts = pair(own, arrived, group)
-
-    def combine(parts, output):
-        SMALL[op](*parts, out=output)
-
-    return Swap(_exchange([own, own], parts, group), own, parts, arrived, combine)
+    return Swap(_exchange([own, own], parts, group), own, parts, arrived, op)
 
 
 def pair(own, other, group):
@@ -199,17 +211,17 @@ def all_to_all(output, input, output_split_sizes=None, input_split_sizes=None, g
 def reduce_scatter(output, input, group=None):
     """As comm.reduce_scatter with async_op: returns the Work."""
     n = dist.get_world_size(group)
-    outgoing = input.view(n, output.numel())
+    outgoing, output = input.data.view(n, output.numel()), output.data.view(-1)
     if n == 2:  # add to this rank's part where it is
         arrived = torch.empty_like(outgoing[0])
         parts = pair(outgoing[dist.get_rank(group)], arrived, group)
-        return Sum(_exchange(outgoing, parts, group), output.view(-1), parts, arrived, add_up)
+        return Sum(_exchange(outgoing, parts, group), output, parts, arrived)
     parts = torch.empty_like(outgoing)
     if on_loopback():
         works = [dist.all_to_all_single(parts, outgoing, group=group, async_op=True)]
     else:
         works = _exchange(outgoing, parts, group)
-    return Sum(works, output.view(-1), parts, parts, add_up)
+    return Sum(works, output, parts, parts)
 
 
 def all_gather(output, input, group=None):
@@ -263,7 +275,15 @@ def _exchange(outgoing, incoming, group):
                 _thread.continues = True
     finally:
         _thread.continues = False
-    if outgoing[rank].is_meta:  # a dry run sends nothing
+    return with_timeout(works, outgoing[rank], group)
+
+
+def with_timeout(works, tensor, group):
+    """Return the Works of isend and irecv so that on gloo they wait as long as the group's others.
+
+    tensor: one that is sent or received.
+    """
+    if not tensor.is_cpu or not serves(tensor, group):
         return works
     timeout = timeout_of(group)
     return [Message(work, timeout) for work in works]

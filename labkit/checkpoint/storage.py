@@ -49,7 +49,8 @@ class Piecewise:
         if end - self.begun >= PIECE and hasattr(os, "posix_fadvise"):
             self.file.flush()
             piece = self.begun, end - self.begun
-            os.posix_fadvise(self.file.fileno(), *piece, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):  # it is only advice
+                os.posix_fadvise(self.file.fileno(), *piece, os.POSIX_FADV_DONTNEED)
             self.begun = end
 
 

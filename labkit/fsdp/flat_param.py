@@ -65,7 +65,7 @@ class FlatParam:
         self.factor = torch.tensor(
             1.0 / dist.get_world_size(sharding.everyone), dtype=torch.float64
         )
-        # gloo's reduce_scatter keeps two copies of its data: wait, to avoid those of another unit.
+        # A reduce_scatter on gloo keeps its data twice: wait, to avoid those of another unit.
         self._waits = dist.get_backend(sharding.group) in ("gloo", FAKE_GLOO)
         self.whole = False  # whether the modules have the full parameters
         self.kept = {}  # slot -> (what keep() gave the piece as gradient, its version)

@@ -10,6 +10,8 @@ derived from the payload by the ring formula of labkit.ring_cost. Where labkit.g
 sends an operation of REPLACED as other ones, its payload is that of the operation.
 """
 
+from threading import local
+
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,8 +33,7 @@ OPERATORS = {
     "recv_": (0, "recv"),
 }
 
-
-REPLACED = ("all_reduce", "reduce_scatter", "all_gather")  # by labkit.gloo_workarounds
+REPLACED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")  # by gloo_workarounds
 
 
 class TrafficCounter(TorchDispatchMode):
@@ -47,11 +48,10 @@ class TrafficCounter(TorchDispatchMode):
         super().__init__()
         self.world_size = world_size
         self.messages = self.payload_bytes = self.sent_bytes = 0
-        self._log = record(self, timed=False)
-        self._begun = None  # the operation of labkit.comm whose messages follow, if of REPLACED
-        self._under_way = None  # that of the last message
+        self._thread = local()  # begun: labkit.comm's operation whose messages follow
 
     def __enter__(self):
+        self._log = record(self, timed=False)
         self._log.__enter__()
         return super().__enter__()
 
@@ -60,8 +60,8 @@ class TrafficCounter(TorchDispatchMode):
         return super().__exit__(*error)
 
     def append(self, event):
-        """Note an operation of labkit.comm: its messages follow."""
-        self._begun = event if event.op in REPLACED else None
+        """Note an operation of labkit.comm: this thread sends its messages next."""
+        self._thread.begun = event if event.op in REPLACED else None
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -80,14 +80,10 @@ class TrafficCounter(TorchDispatchMode):
             )
         position, op = OPERATORS[name]
         payload = sum(t.nbytes for t in tree_leaves(args[position]) if isinstance(t, torch.Tensor))
-        first = not gloo_workarounds.continues()
-        self.messages += first
-        if first:
-            self._under_way, self._begun = self._begun, None
-        if self._under_way is None:
-            self.payload_bytes += payload
-        elif first:
-            self.payload_bytes += self._under_way.payload_bytes
+        if not gloo_workarounds.continues():
+            begun, self._thread.begun = getattr(self._thread, "begun", None), None
+            self.messages += 1
+            self.payload_bytes += begun.payload_bytes if begun else payload
         sizes = args[4] if op == "all_to_all" else None
         if sizes:
             rank = dist.ProcessGroup.unbox(args[2]).rank()

@@ -226,7 +226,8 @@ def details(ends, cause):
                 f"({end.waiting_in()})"
             )
     for end in ends:
-        if end.stack and end.state == "stopped":
+        reports = "/traceback.py" in end.stack  # it was stopped while it wrote its own error
+        if end.stack and end.state == "stopped" and not reports:
             yield f"\nrank {end.rank} was here when it was stopped:\n{own_frames(end.stack)}"
     if cause is not None and cause.error:
         yield f"\n{cause.error['traceback']}"

@@ -6,13 +6,14 @@ import uuid
 import warnings
 from collections import deque
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from labkit import comm, comm_log, gloo_workarounds
 from labkit.replicas import gather_bytes
@@ -527,3 +528,56 @@ def as_torch_does(rank, n):
 @pytest.mark.parametrize("body", [partial(over_a_cable, as_torch_does), as_torch_does], ids=["cable", "loopback"])
 def test_all_reduce_is_torchs(ranks, n, body):
     ranks(n, body)
+
+
+def like_torchs_own(rank, n):
+    """Any mode of autograd, and a Work that is dropped, polled, or waited for with a limit."""
+    with torch.inference_mode():
+        x, whole, part = torch.ones(4), torch.ones(4), torch.empty(4 // n)
+    comm.all_reduce(x, async_op=True).wait(timeout=timedelta(seconds=60))
+    until(comm.all_reduce(x, async_op=True).is_completed)
+    assert x.tolist() == [n * n] * 4
+    dropped = torch.ones(4)
+    comm.all_reduce(dropped, async_op=True)
+    gc.collect()
+    comm.barrier()
+    until(lambda: dropped.tolist() == [n] * 4)
+    leaf, its = torch.ones(4, requires_grad=True), torch.empty(4 // n, requires_grad=True)
+    for output, input in ((part, whole), (its, leaf)):
+        work = comm.reduce_scatter(output, input, async_op=True)
+        work.wait()
+        assert work.is_completed() and output.tolist() == [n] * (4 // n)
+    assert not gloo_workarounds.swaps(torch.eye(2).to_sparse(), dist.ReduceOp.SUM)
+
+
+def until(true):
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("body", [partial(over_a_cable, like_torchs_own), like_torchs_own], ids=["cable", "loopback"])
+def test_our_own_forms_allow_what_torchs_do(ranks, n, body):
+    ranks(n, body)
+
+
+def nobody_comes(rank, n):
+    """The group's timeout becomes shorter after it was made, as when launch() has all ranks."""
+    x = torch.ones(3)
+    for call in (
+        lambda group: comm.recv(x, 0, group),
+        lambda group: comm.recv(x, 0, group, async_op=True).wait(),
+        lambda group: comm.exchange(x, 0, x.clone(), 0, group),
+    ):
+        group = dist.new_group(timeout=timedelta(minutes=10))
+        _set_pg_timeout(timedelta(seconds=1), group)
+        if rank:
+            with pytest.raises(RuntimeError, match="Timed out"):
+                call(group)
+        comm.barrier()
+
+
+def test_messages_wait_as_long_as_the_group_says_today(ranks):
+    ranks(2, nobody_comes)

@@ -1,13 +1,14 @@
 """The traffic counter agrees with the log of labkit.comm, and sees what PyTorch sends from C++."""
 
 import os
+import threading
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from labkit import comm
+from labkit import comm, gloo_workarounds
 from labkit.measure.traffic import TrafficCounter
 
 
@@ -71,6 +72,7 @@ def counted_twice(rank, n):
         comm.all_reduce(x)
         comm.reduce_scatter(part, x)
         comm.all_gather(whole, part)
+        comm.all_to_all(x.clone(), x)
         comm.barrier()
         dist.all_reduce(whole)  # not labkit's
     payload = sum(event.payload_bytes for event in log) + whole.nbytes
@@ -86,5 +88,23 @@ def over_a_cable(rank, n):
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_operations_that_go_as_others_count_as_themselves(ranks, n):
-    assert ranks(n, counted_twice) == [(4, 0, 0)] * n
-    assert ranks(n, over_a_cable) == [(4, 0, 0)] * n
+    assert ranks(n, counted_twice) == [(5, 0, 0)] * n
+    assert ranks(n, over_a_cable) == [(5, 0, 0)] * n
+
+
+def twice(rank, n):
+    """A counter that is entered again, while another thread sends, which it does not see."""
+    x, other = torch.ones(12 * n), dist.new_group()
+    traffic = TrafficCounter(n)
+    with traffic:
+        comm.all_reduce(x)
+    with traffic:
+        thread = threading.Thread(target=comm.all_gather, args=(torch.empty(n * n * 12), x, other))
+        with mock.patch.object(gloo_workarounds, "swaps", side_effect=lambda *_: thread.start() or thread.join()):
+            comm.all_reduce(x)
+    return traffic.messages, traffic.payload_bytes == 2 * x.nbytes
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_counter_can_be_entered_again_and_sees_its_own_thread(ranks, n):
+    assert ranks(n, twice) == [(2, True)] * n
