@@ -571,11 +571,13 @@ def nobody_comes(rank, n):
         lambda group: comm.recv(x, 0, group, async_op=True).wait(),
         lambda group: comm.exchange(x, 0, x.clone(), 0, group),
     ):
-        group = dist.new_group(timeout=timedelta(minutes=10))
+        group = dist.new_group(timeout=timedelta(seconds=20))
         _set_pg_timeout(timedelta(seconds=1), group)
+        start = time.monotonic()
         if rank:
             with pytest.raises(RuntimeError, match="Timed out"):
                 call(group)
+        assert time.monotonic() - start < 15
         comm.barrier()
 
 
