@@ -58,6 +58,11 @@ def _finish(work):
     work.wait()  # and return None, like torch's synchronous operations
 
 
+def _check_other(rank, group):
+    if rank == dist.get_rank(group):
+        raise ValueError(f"rank {rank} cannot send to itself: copy the tensor")
+
+
 def _message(work, tensor, group, async_op):
     if work is None:  # not a member of the group: torch has warned
         return None
@@ -68,7 +73,8 @@ def _message(work, tensor, group, async_op):
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """Replace every rank's tensor with the sum (or op) of all of them, in place.
 
-    On gloo two ranks swap a small tensor whole: as many bytes, in one message, not two.
+    On gloo two ranks swap a small tensor whole: as many bytes, in one message, not two. Wait for
+    the Work, or for its future: only that completes it.
     """
 
     def launch():
@@ -156,6 +162,7 @@ def send(tensor, dst, group=None, async_op=False):
     """Send a contiguous tensor to dst (a rank within the group), which must call recv."""
 
     def launch():
+        _check_other(dst, group)
         work = dist.isend(tensor, group=group, group_dst=dst)
         return _message(work, tensor, group, async_op)
 
@@ -169,6 +176,7 @@ def recv(tensor, src, group=None, async_op=False):
     """Fill a contiguous tensor with the one that src (a rank within the group) sends."""
 
     def launch():
+        _check_other(src, group)
         work = dist.irecv(tensor, group=group, group_src=src)
         return _message(work, tensor, group, async_op)
 

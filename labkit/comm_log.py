@@ -131,13 +131,13 @@ class MeteredWork:
         notes, self.notes = self.notes, ()
         tell(notes, "completed")
 
-    def wait(self, *timeout):
+    def wait(self, *timeout, **named):
         pause = Pause()
         self.event.pauses.append(pause)
         self.clock.stamp(pause, "start")
         tell(self.notes, "awaited")
         try:
-            done = self.work.wait(*timeout)
+            done = self.work.wait(*timeout, **named)
         except BaseException:
             self.event.end = None  # the future's callback runs on failure too
             raise

@@ -19,9 +19,8 @@ Sent per rank: as by the operation that is replaced, under whose name comm.py lo
 """
 
 import os
-from contextlib import suppress
 from datetime import timedelta
-from threading import Thread, local
+from threading import Event, Thread, local
 
 import torch
 import torch.distributed as dist
@@ -50,10 +49,15 @@ class All:
         self.works, self.output, self.future = works, output, None
 
     def wait(self, timeout=FOREVER):
-        if self.future is not None:
-            self.future.wait()
-        else:
+        if self.future is None:
             self._complete(timeout)
+            return True
+        done = Event()
+        self.future.add_done_callback(lambda _: done.set())
+        seconds = timeout.total_seconds()
+        if not done.wait(seconds or None):
+            raise RuntimeError(f"Timed out waiting {1000 * seconds:.0f}ms for ranks on gloo")
+        self.future.wait()  # raises what has gone wrong
         return True
 
     def _complete(self, timeout=FOREVER):
@@ -90,7 +94,7 @@ class All:
 
 
 class Message:
-    """A Work of isend or irecv that waits no longer than the group's timeout of today.
+    """A Work of isend or irecv that waits no longer than the group's timeout of today, unless told.
 
     gloo's own waits for as long as the group's timeout was when the group was made.
     """
@@ -136,7 +140,7 @@ class Sum(All):
 
 
 class Swap(Sum):
-    """A Sum with a future, which completes by itself if nobody waits for it, as gloo's does."""
+    """A Sum with a future. Without one, it is complete only when wait() returns."""
 
     get_future = All.get_future
     is_completed = All.is_completed
@@ -145,11 +149,6 @@ class Swap(Sum):
         told = super()._told(arrived)
         self._reduce()
         return told
-
-    def __del__(self):
-        if self.works and self.future is None:
-            with suppress(RuntimeError):  # the interpreter is about to exit
-                self.get_future()
 
 
 def reduce_parts(parts, output, op):
@@ -173,6 +172,12 @@ def serves(tensor, group=None):
 def on_loopback():
     """Return whether all ranks are on one machine: launch() then sets the interface to loopback."""
     return os.environ.get("GLOO_SOCKET_IFNAME") in ("lo", "lo0")
+
+
+def copy(source, destination):
+    """Copy a tensor. Inference mode: as in reduce_parts."""
+    with torch.inference_mode():
+        destination.copy_(source)
 
 
 def swaps(tensor, op, group=None):
@@ -201,8 +206,8 @@ def pair(own, other, group):
 def all_to_all(output, input, output_split_sizes=None, input_split_sizes=None, group=None):
     """As comm.all_to_all with async_op: returns the Work."""
     n = dist.get_world_size(group)
-    incoming = output.detach().split(output_split_sizes or [len(output) // n] * n)
-    outgoing = input.detach().split(input_split_sizes or [len(input) // n] * n)
+    incoming = output.data.split(output_split_sizes or [len(output) // n] * n)
+    outgoing = input.data.split(input_split_sizes or [len(input) // n] * n)
     if not len(incoming) == len(outgoing) == n or output.dtype != input.dtype:
         raise ValueError(f"all_to_all takes {n} split sizes, one for each rank, and one dtype")
     return All(_exchange(outgoing, incoming, group), output)
@@ -226,10 +231,10 @@ def reduce_scatter(output, input, group=None):
 
 def all_gather(output, input, group=None):
     """As comm.all_gather with async_op: returns the Work. input may be this rank's own part."""
-    parts = output.view(dist.get_world_size(group), input.numel())
+    parts = output.data.view(dist.get_world_size(group), input.numel())
     mine = parts[dist.get_rank(group)]
     if mine.data_ptr() != input.data_ptr():
-        mine.copy_(input.reshape(-1))
+        copy(input.data.reshape(-1), mine)
     return All(_share(mine, parts, group), output)
 
 
@@ -260,7 +265,7 @@ def _exchange(outgoing, incoming, group):
     """
     rank, n, works = dist.get_rank(group), dist.get_world_size(group), []
     if incoming[rank].data_ptr() != outgoing[rank].data_ptr():
-        incoming[rank].copy_(outgoing[rank])
+        copy(outgoing[rank], incoming[rank])
     if n == 2 and on_loopback():
         return [_swap(outgoing[1 - rank], incoming[1 - rank], group)]
     others = peers(rank, n)
@@ -279,7 +284,7 @@ def _exchange(outgoing, incoming, group):
 
 
 def with_timeout(works, tensor, group):
-    """Return the Works of isend and irecv so that on gloo they wait as long as the group's others.
+    """Return the Works of isend and irecv; those of a group on gloo with the timeout it has today.
 
     tensor: one that is sent or received.
     """

@@ -72,7 +72,7 @@ class Arriving:
         except Exception as error:
             self.future.set_exception(error)
 
-    def wait(self, *timeout):
+    def wait(self, timeout=None):
         self.future.wait()
         return True
 

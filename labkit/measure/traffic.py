@@ -61,7 +61,8 @@ class TrafficCounter(TorchDispatchMode):
 
     def append(self, event):
         """Note an operation of labkit.comm: this thread sends its messages next."""
-        self._thread.begun = event if event.op in REPLACED else None
+        sends = event.group_size > 1 and event.payload_bytes
+        self._thread.begun = event if event.op in REPLACED and sends else None
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):

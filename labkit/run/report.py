@@ -16,6 +16,7 @@ import json
 import os
 import re
 import signal
+import traceback
 from dataclasses import dataclass
 
 from labkit import progress
@@ -226,7 +227,7 @@ def details(ends, cause):
                 f"({end.waiting_in()})"
             )
     for end in ends:
-        reports = "/traceback.py" in end.stack  # it was stopped while it wrote its own error
+        reports = traceback.__file__ in end.stack  # it was stopped while it wrote its own error
         if end.stack and end.state == "stopped" and not reports:
             yield f"\nrank {end.rank} was here when it was stopped:\n{own_frames(end.stack)}"
     if cause is not None and cause.error:

@@ -531,17 +531,18 @@ def test_all_reduce_is_torchs(ranks, n, body):
 
 
 def like_torchs_own(rank, n):
-    """Any mode of autograd, and a Work that is dropped, polled, or waited for with a limit."""
+    """Any mode of autograd, and a Work that is polled or waited for with a limit."""
     with torch.inference_mode():
         x, whole, part = torch.ones(4), torch.ones(4), torch.empty(4 // n)
-    comm.all_reduce(x, async_op=True).wait(timeout=timedelta(seconds=60))
+    with comm.record():
+        comm.all_reduce(x, async_op=True).wait(timeout=timedelta(seconds=60))
     until(comm.all_reduce(x, async_op=True).is_completed)
     assert x.tolist() == [n * n] * 4
-    dropped = torch.ones(4)
-    comm.all_reduce(dropped, async_op=True)
-    gc.collect()
-    comm.barrier()
-    until(lambda: dropped.tolist() == [n] * 4)
+    with torch.inference_mode():
+        gathered, exchanged = torch.empty(4 * n), torch.empty(4)
+    comm.all_to_all(exchanged, x)
+    comm.all_gather(gathered, torch.ones(4, requires_grad=True))
+    assert exchanged.equal(x) and not gathered.requires_grad and gathered.eq(1).all()
     leaf, its = torch.ones(4, requires_grad=True), torch.empty(4 // n, requires_grad=True)
     for output, input in ((part, whole), (its, leaf)):
         work = comm.reduce_scatter(output, input, async_op=True)
@@ -563,6 +564,21 @@ def test_our_own_forms_allow_what_torchs_do(ranks, n, body):
     ranks(n, body)
 
 
+def polled(work):
+    assert not work.is_completed()
+    return work
+
+
+def itself(rank, n):
+    for call in (comm.send, comm.recv):
+        with pytest.raises(ValueError, match=f"rank {rank} cannot send to itself"):
+            call(torch.ones(1), rank)
+
+
+def test_no_rank_sends_to_itself(ranks):
+    ranks(2, itself)
+
+
 def nobody_comes(rank, n):
     """The group's timeout becomes shorter after it was made, as when launch() has all ranks."""
     x = torch.ones(3)
@@ -570,6 +586,7 @@ def nobody_comes(rank, n):
         lambda group: comm.recv(x, 0, group),
         lambda group: comm.recv(x, 0, group, async_op=True).wait(),
         lambda group: comm.exchange(x, 0, x.clone(), 0, group),
+        lambda group: polled(comm.all_reduce(x, group=group, async_op=True)).wait(timedelta(seconds=0.5)),
     ):
         group = dist.new_group(timeout=timedelta(seconds=20))
         _set_pg_timeout(timedelta(seconds=1), group)

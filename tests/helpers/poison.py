@@ -98,7 +98,7 @@ class Late:
         for t, result in zip(self.writes, self.results, strict=True):
             t.data.copy_(result)
 
-    def wait(self, *_):
+    def wait(self, timeout=None):
         self.waited = True
         self.future.wait()
         return True

@@ -84,6 +84,11 @@ def forgotten(arrive):
     arrive.set()
 
 
+def forgotten_swap(arrive):
+    comm.all_reduce(torch.ones(2), async_op=True)
+    arrive.set()
+
+
 def overwritten(arrive):
     x, y = torch.ones(2), torch.empty(2)
     work = comm.all_to_all(y, x, async_op=True)
@@ -122,6 +127,7 @@ def told(rank, n, mistake, words):
 
 WRONG = {
     forgotten: r"^nobody waited for the all_reduce of test_poison.py:\d+$",
+    forgotten_swap: r"^nobody waited for the all_to_all of test_poison.py:\d+$",
     overwritten: r"^a tensor of the all_to_all of test_poison.py:\d+ was written to while",
     written_to: r"^a tensor of the all_reduce of test_poison.py:\d+ was written to while",
     cut_off: r"^memory of the all_reduce of test_poison.py:\d+ was freed while",
