@@ -96,15 +96,18 @@ class All:
 class Message:
     """A Work of isend or irecv that waits no longer than the group's timeout of today, unless told.
 
-    gloo's own waits for as long as the group's timeout was when the group was made.
+    gloo's own waits for as long as the group's timeout was when the group was made. Only wait()
+    looks it up: between two tasks of a pipeline every call counts.
     """
 
-    def __init__(self, work, timeout):
+    def __init__(self, work, group):
         self.work = work
-        self.timeout = timeout
+        self.group = group
 
     def wait(self, timeout=FOREVER):
-        return self.work.wait(timeout or self.timeout)
+        if not timeout and dist.get_backend(self.group) == "gloo":
+            timeout = timeout_of(self.group)
+        return self.work.wait(timeout)
 
     def __getattr__(self, name):
         return getattr(self.work, name)
@@ -284,14 +287,11 @@ def _exchange(outgoing, incoming, group):
 
 
 def with_timeout(works, tensor, group):
-    """Return the Works of isend and irecv; those of a group on gloo with the timeout it has today.
+    """Return the Works of isend and irecv; those of CPU tensors with the timeout of the group.
 
     tensor: one that is sent or received.
     """
-    if not tensor.is_cpu or not serves(tensor, group):
-        return works
-    timeout = timeout_of(group)
-    return [Message(work, timeout) for work in works]
+    return [Message(work, group) for work in works] if tensor.is_cpu else works
 
 
 def _swap(outgoing, incoming, group):
