@@ -26,6 +26,7 @@ from functools import partial
 import torch
 
 from labkit.checkpoint import dedup, metadata, tensor_file
+from labkit.checkpoint.dtensor_ranges import Piece
 from labkit.checkpoint.reader import Reader
 from labkit.checkpoint.retention import (
     folder_of,
@@ -151,13 +152,12 @@ class Checkpoints:
     def _copy(self, own, held):
         """Move `own` to `held`, with the values in host buffers that the next save uses again."""
         for key in list(own):
-            piece, ranks = own.pop(key)
-            values = piece.values
+            (values, start, shape), ranks = own.pop(key)
             kept = self._host.get(key)
             if kept is None or kept.shape != values.shape or kept.dtype != values.dtype:
                 kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
                 self._host[key] = kept
-            held[key] = piece._replace(values=kept.copy_(values)), ranks
+            held[key] = Piece(kept.copy_(values), start, shape), ranks
 
     def _write(self, step, held, plain, metrics):
         """Write this rank's file; when all ranks have finished, the manifest.

@@ -12,6 +12,7 @@ copies only the part that it writes.
 
 from math import prod
 
+from labkit.checkpoint.dtensor_ranges import Piece
 from labkit.checkpoint.tensor_file import HASH, HASHES, as_bytes
 
 SMALLEST = 4096  # elements; smaller tensors are written by one rank
@@ -49,17 +50,17 @@ def share_out(pieces, rank, facts_of_ranks):
     """
     own = facts_of_ranks[rank]
     to_write = {}
-    for key, piece in pieces.items():
+    for key, (values, start, shape) in pieces.items():
         of_ranks = [facts.get(key) for facts in facts_of_ranks]
         holding = [r for r, one in enumerate(of_ranks) if one and one[:2] == own[key][:2]]
         replicas = [r for r in holding if of_ranks[r] == own[key]]
-        numel = piece.values.numel()
+        numel = values.numel()
         index = replicas.index(rank)
         size = max(-(-numel // len(replicas)), SMALLEST)
-        part = piece.values[index * size : (index + 1) * size]
+        part = values[index * size : (index + 1) * size]
         if part.numel() or (numel == 0 and index == 0):
             version = replicas if len(replicas) < len(holding) else None
-            to_write[key] = piece._replace(values=part, start=piece.start + index * size), version
+            to_write[key] = Piece(part, start + index * size, shape), version
     return to_write
 
 

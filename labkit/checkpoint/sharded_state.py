@@ -195,9 +195,8 @@ class OptimizerHolder:
             for key, value in state.get(i, {}).items():
                 if value.shape == p.shape and (p.dim() or key != "step"):
                     piece = place.take(value)
-                    piece = piece._replace(
-                        shape=piece.shape or (1,)
-                    )  # the state of a 0-d parameter is saved as 1-d
+                    if not piece.shape:  # the state of a 0-d parameter is saved as 1-d
+                        piece = piece._replace(shape=(1,))
                 else:
                     piece = Piece(local(value.detach()).reshape(-1), 0, tuple(value.shape))
                 pieces[f"{place.name}/{key}"] = piece
