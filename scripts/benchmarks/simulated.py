@@ -29,6 +29,7 @@ from labkit.pipeline.schedule_validation import play
 from labkit.run import launch
 from labkit.scale.simulate import simulate
 from labkit.scale.virtual_clock import only_sleep
+from labkit.torch_private import register_fake_backends
 from labkit.zero import ZeRO1
 
 NODES = (2, 4, 8)
@@ -99,6 +100,7 @@ def times(context, repetitions):
     for op, seconds in lines(context.world_size, repetitions).items():
         if context.rank == 0:
             context.record(op=op, seconds=seconds)
+    register_fake_backends("fake")
     fake = dist.new_group(backend="fake")
     for form, ms in product(FORMS, BLOCKS_MS):
         measured = unanswered(stepper(form, ms, "cpu", fake), repetitions)

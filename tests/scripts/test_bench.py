@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from benchmarks import simulated
 from benchmarks.protocol import REPETITIONS, Comparison, exact_row
-from benchmarks.simulated import row as errors
 from repository import ROOT
+
+from labkit.run import launch
 
 
 def row(ratios, **target):
@@ -38,7 +40,8 @@ def test_an_interval_is_called_what_it_is():
     assert row([0.5, 0.75, 1.0] * 2)["interval"] == "0.500 to 1.000"
     assert row([0.5, 0.75, 1.0])["interval"] == "smallest 0.500, largest 1.000"
     assert exact_row("ring", "sent", 2, 100, 100)["interval"] == "exact"
-    assert errors("half of 4 errors", [0.1, 0.2, 0.3, 0.4], None)["interval"] == "quartiles 0.125 to 0.375"
+    errors = [0.1, 0.2, 0.3, 0.4]
+    assert simulated.row("half of 4 errors", errors, None)["interval"] == "quartiles 0.125 to 0.375"
 
 
 def test_what_is_counted_must_be_equal():
@@ -67,3 +70,13 @@ def test_an_unknown_benchmark_is_named():
     assert done.returncode == 2
     told = "unknown benchmark 'exect'; choose from exact, launching, all_reduce, data_parallel, overlap, "
     assert told in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_every_simulated_form_has_its_steps_without_an_answer():
+    """On a group that sends nothing, which a process must register first."""
+    records = launch("benchmarks.simulated:times", nproc=2, device="cpu", repetitions=1, quiet=True).records
+    named = {f"{form}|{ms}" for form in simulated.FORMS for ms in simulated.BLOCKS_MS}
+    assert set(records["left"].dropna()) == named
+    steps = records["events"].dropna()
+    assert all(steps.map(len))
