@@ -141,11 +141,11 @@ def of_memory(rows):
     least = rows.loc[rows["peak_bytes"].idxmin()]
     own = rows[rows["cell"] == rows["base"]].iloc[0]
     size = style.quantity(least["peak_bytes"], "bytes")
+    words = f"{style.capital(least['label'])} needs least memory: {size} a rank"
+    if least["cell"] == own["cell"]:
+        return f"{words}."
     part = 100 * least["peak_bytes"] / own["peak_bytes"]
-    return (
-        f"{style.capital(least['label'])} needs least memory: {size} a rank, {part:.0f} % of "
-        f"{own['label']}; its step takes {least['ratio']:.2f} times as long."
-    )
+    return f"{words}, {part:.0f} % of {own['label']}; its step is {as_measured(least)}."
 
 
 # Titles

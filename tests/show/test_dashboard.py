@@ -235,10 +235,14 @@ def test_conclusions_name_who_is_faster_than_noise_and_by_how_much():
         "On this machine, DDP in bf16 is 2.00 times as fast as DDP. The largest ratios: DDP, 2 micro-batches "
         "(2 times). 2 of 4 techniques are neither faster nor slower beyond noise."
     )
-    assert memory.startswith("DDP, 2 micro-batches needs least memory: 501 B a rank, 50 % of DDP")
+    least = "DDP, 2 micro-batches needs least memory: 501 B a rank, 50 % of DDP; its step is "
+    assert memory == f"{least}slower (step x 2.00)."
     few = concluded(grid_rows().query("round < 5"))
     assert few[0].startswith("On this machine, nothing is faster than DDP beyond noise.")
     assert "0 of 3 techniques are neither faster nor slower beyond noise; 3 have too few rounds for a verdict" in few[0]
+    assert few[1] == f"{least}without a verdict, from 5 rounds."
+    whole = grid_rows().query("accumulation == 1")
+    assert concluded(whole)[1] == "DDP needs least memory: 1,001 B a rank."
 
 
 def test_a_sentence_begins_with_a_capital():
