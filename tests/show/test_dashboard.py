@@ -202,7 +202,8 @@ def test_the_shipped_sweep_is_predicted_within_its_bounds():
     table = summary.summary(sweep.results(ROOT / "notebooks" / "dashboard"))
     scores = cost_model.scores(table)
     off = scores["error"].abs()
-    assert len(off) >= 20 and off.median() <= 0.15 and off.max() <= 0.5
+    # Not the largest: of 50 cells, noise alone can move the worst one anywhere.
+    assert len(off) >= 20 and off.median() <= 0.15 and off.quantile(0.9) <= 0.3
     assert ((scores["nodes"] > 1) & (scores["comm_hook"] != "none")).sum() >= 4  # compression over a link, too
     memory = (scores["predicted_peak_bytes"] / scores["peak_bytes"] - 1).abs()
     assert memory.max() <= 0.1
